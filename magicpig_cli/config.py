@@ -1,0 +1,70 @@
+"""Everything that a command asks of the engine, as frozen values.
+
+None means "not said": the plan, the model's generation config or a default decides, in that order of use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+DEFAULT_SINK = 4
+DEFAULT_LOCAL = 64
+DEFAULT_K = 10
+DEFAULT_L = 150
+DEFAULT_TEMPERATURE = 0.7
+DEFAULT_MAX_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Which weights, in which form, on which device."""
+
+    model: str = "demo"  # Hub id, local directory, .gguf file or `demo`
+    revision: str | None = None
+    device: str = "auto"  # auto | cpu | cuda | cuda:N
+    dtype: str = "auto"  # auto | float32 | bfloat16
+    load_format: str = "auto"  # auto | dummy (random weights from the config)
+    offline: bool = False
+    trust_remote_code: bool = False
+    chat_template: str | None = None  # text of a template that replaces the tokenizer's
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """How decode attends to the long middle of the context (paper section 4)."""
+
+    mode: str = "auto"  # auto | lsh | exact
+    K: int | None = None  # bits per table, 1..16
+    L: int | None = None  # tables, ≥ 2
+    sink: int = DEFAULT_SINK  # first tokens, always attended exactly
+    local: int = DEFAULT_LOCAL  # most recent tokens, always attended exactly
+    dense_layers: tuple[int, ...] | None = None  # None = chosen for the model
+    hash_seed: int = 0
+    kv_dtype: str = "auto"  # auto | float32 | bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOptions:
+    """Token sampling of one answer. None = the model's generation config, else the default."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """One run of one command."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    attention: AttentionOptions = field(default_factory=AttentionOptions)
+    generation: GenerationOptions = field(default_factory=GenerationOptions)
+    context: int | None = None  # tokens; None = the model's effective context
+    allow_extrapolation: bool = False
+    threads: int | None = None
+    system: str | None = None

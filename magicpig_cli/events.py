@@ -1,0 +1,96 @@
+"""What the engine yields while it works. The edges (`cli`, `ui`, `batch`) render these; the engine never prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "interrupted"]
+STAGES = ("dense", "hash", "retrieve", "attend", "merge", "window", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """Loading or converting a model: `done` of `total` in the unit of that stage; total 0 = unknown."""
+
+    stage: str
+    done: int = 0
+    total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """Prompt tokens of one sequence processed so far, reused ones included."""
+
+    key: str
+    done: int
+    total: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One decode step of all running sequences."""
+
+    batch: int
+    wall_ms: float
+    stages_ms: dict[str, float]  # keys: STAGES; they add up to wall_ms
+    sampled: dict[int, int] = field(default_factory=dict)  # layer → sampled keys, summed over query heads
+    offloaded: dict[int, int] = field(default_factory=dict)  # layer → offloaded keys, summed over query heads
+
+    @property
+    def sampled_ratio(self) -> float | None:
+        """Σ sampled / Σ offloaded; None where no layer sampled (exact attention)."""
+        offloaded = sum(self.offloaded.values())
+        return sum(self.sampled.values()) / offloaded if offloaded else None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One generated token; `text` is what became safe to show (may be empty, may end a held-back character)."""
+
+    key: str
+    token_id: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Times of one answer. `tpot_ms` holds one entry per decode step."""
+
+    prefill_s: float
+    ttft_s: float
+    tpot_ms: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """End of one answer. `text` is the whole answer, stop string removed; `tail` what was not yet emitted of it."""
+
+    key: str
+    reason: FinishReason
+    token_ids: tuple[int, ...]
+    text: str
+    tail: str
+    prompt_tokens: int
+    reused_tokens: int
+    timing: Timing
+    sampled: int  # Σ over its decode steps, sampled layers and query heads
+    offloaded: int
+    seed: int | None
+
+    @property
+    def sampled_ratio(self) -> float | None:
+        return self.sampled / self.offloaded if self.offloaded else None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """One request could not be run; the others go on."""
+
+    key: str
+    code: str
+    message: str
+
+
+Event = PrefillProgress | StepStats | TokenEvent | Finished | Failed
