@@ -1,0 +1,1 @@
+"""Exact and LSH-sampled attention, and the estimator's formulas."""

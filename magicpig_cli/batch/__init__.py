@@ -1,0 +1,1 @@
+"""JSONL in, JSONL out."""

@@ -1,0 +1,1 @@
+"""Host store of K/V rows, tables, device window: one sequence's memory."""

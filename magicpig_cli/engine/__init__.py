@@ -1,0 +1,1 @@
+"""Prefill and decode over token ids, token sampling, text and conversation."""

@@ -1,0 +1,1 @@
+"""Loading models and hooking transformers' attention."""
