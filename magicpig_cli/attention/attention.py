@@ -1,0 +1,96 @@
+"""Attention of one layer: takes the new keys and values into the caches, then attends. One call per layer and forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import torch
+
+from magicpig_cli.attention.base import LogitRule, Partial, StepRecorder
+from magicpig_cli.attention.exact import BLOCK_KEYS, attend_chunk, attend_step
+from magicpig_cli.attention.lsh import LshSampler
+from magicpig_cli.attention.merge import merge
+from magicpig_cli.cache.index import LshIndex
+from magicpig_cli.cache.layer import LayerCache
+from magicpig_cli.cache.staging import Staging
+
+
+class Attention:
+    """Exact attention for prompts, dense layers and short sequences; sampled attention for the others."""
+
+    def __init__(self, sampler: LshSampler | None, row_dtype: torch.dtype, threads: int, staging: Staging) -> None:
+        self._sampler = sampler
+        self._row_dtype = row_dtype
+        self._threads = threads
+        self._staging = staging
+
+    def _rows(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """K and V side by side, rounded to the row type: [B, Hkv, T, D] twice → [B, Hkv, T, 2, D]."""
+        return torch.stack([key, value], dim=3).to(self._row_dtype)
+
+    def index(self, layer: int, cache: LayerCache) -> None:
+        """Bring the layer's index up to its store, taking a new mean where the store has outgrown the old one."""
+        assert self._sampler is not None
+        if cache.index is None or cache.index.outgrown:
+            hasher = self._sampler.hasher(layer, cache.spec.head_dim)
+            cache.index = LshIndex(hasher, cache.store, self._threads)
+        else:
+            cache.index.extend()
+
+    def chunk(
+        self, cache: LayerCache, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: LogitRule
+    ) -> torch.Tensor:
+        """A prompt chunk of one sequence: q [1, H, T, D], key and value [1, Hkv, T, D] → [1, T, H, D]."""
+        rows = self._rows(key, value)[0]
+        history = cache.pieces(at_most=BLOCK_KEYS)
+        out = attend_chunk(q[0], rows, history, cache.length, rule, cache.spec.window, self._staging)
+        cache.extend(rows)
+        return out.unsqueeze(0)
+
+    def step(
+        self, layer: int, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], q: torch.Tensor,
+        key: torch.Tensor, value: torch.Tensor, rule: LogitRule, record: StepRecorder,
+    ) -> torch.Tensor:  # fmt: skip
+        """One new token per sequence: q [B, H, 1, D], key and value [B, Hkv, 1, D] → [B, 1, H, D].
+
+        sampled[b]: estimate the offloaded part of sequence b from its index instead of reading all of it.
+        """
+        queries = q[:, :, 0].float().contiguous()
+        with record.stage("window" if all(sampled) else "dense"):
+            for cache, row in zip(caches, self._rows(key, value), strict=True):
+                cache.append_one(row)
+            exact = attend_step(
+                queries, list(caches), [not s for s in sampled], rule, self._threads, self._staging
+            )  # fmt: skip
+        picked = [b for b, s in enumerate(sampled) if s]
+        if picked:
+            exact = self._add_sampled(layer, caches, picked, queries, exact, rule, record)
+        return exact.out.to(q.dtype).unsqueeze(1)
+
+    def _add_sampled(
+        self, layer: int, caches: SequenceOf[LayerCache], picked: list[int], queries: torch.Tensor, window: Partial,
+        rule: LogitRule, record: StepRecorder,
+    ) -> Partial:  # fmt: skip
+        """Merge the sampled part of the sequences `picked` into the exact part of all."""
+        assert self._sampler is not None
+        chosen = [caches[b] for b in picked]
+        for cache in chosen:
+            self.index(layer, cache)
+        everyone = len(picked) == len(caches)
+        q = queries if everyone else queries[picked].contiguous()
+        middle, counts = self._sampler.attend(layer, q, chosen, rule, record)
+        record.sampled[layer], record.offloaded[layer] = [0] * len(caches), [0] * len(caches)
+        for b, count, cache in zip(picked, counts, chosen, strict=True):
+            record.sampled[layer][b] = count
+            record.offloaded[layer][b] = cache.store.length * q.shape[1]
+        with record.stage("merge"):
+            near = window if everyone else Partial(window.out[picked], window.lse[picked])
+            merged = merge(near, middle)
+            if not everyone:
+                out, lse = window.out.clone(), window.lse.clone()
+                out[picked], lse[picked] = merged.out, merged.lse
+                merged_all = Partial(out, lse)
+        if record.errors is not None:
+            truth = attend_step(q, chosen, [True] * len(chosen), rule, self._threads, self._staging)
+            record.errors.append((merged.out - truth.out).norm(dim=-1) / truth.out.norm(dim=-1))
+        return merged if everyone else merged_all

@@ -1,0 +1,108 @@
+"""LSH-sampled attention of decode steps over the offloaded keys (paper section 4; DESIGN.md, "The estimator")."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from magicpig_cli import kernels
+from magicpig_cli.attention.base import LogitRule, Partial, StepRecorder
+from magicpig_cli.attention.estimator import log_weight_table
+from magicpig_cli.cache.layer import LayerCache
+from magicpig_cli.cache.staging import Staging
+from magicpig_cli.cache.store import RowStore, as_array
+
+_HASH_ROWS = 4096  # rows copied to a device and projected at a time
+
+
+def gaussian_directions(hash_seed: int, layer: int, head_dim: int, columns: int) -> np.ndarray:
+    """R, float32 [D, K·L]: independent standard normals, a function of (hash_seed, layer) alone."""
+    generator = np.random.Generator(np.random.Philox(key=hash_seed, counter=[0, 0, 0, layer]))
+    return generator.standard_normal((head_dim, columns), dtype=np.float32)
+
+
+def pack_signs(projected: torch.Tensor, K: int, L: int) -> torch.Tensor:
+    """Sign bits of [..., L·K] as integer codes int32 [..., L]; bit k of table l is column l·K + k."""
+    bits = (projected > 0).unflatten(-1, (L, K))
+    powers = torch.tensor([1 << k for k in range(K)], dtype=torch.int32, device=projected.device)
+    return (bits * powers).sum(dim=-1, dtype=torch.int32)
+
+
+class LshHasher:
+    """SimHash codes of one layer's keys and queries. On the CPU the kernels hash; elsewhere the device projects."""
+
+    def __init__(self, layer: int, head_dim: int, K: int, L: int, hash_seed: int, threads: int, staging: Staging) -> None:
+        self.K, self.L = K, L
+        self._threads, self._staging = threads, staging
+        self._matrix = gaussian_directions(hash_seed, layer, head_dim, L * K)
+        self._projection = kernels.Projection(self._matrix, K, L)
+
+    @cached_property
+    def _device_matrix(self) -> torch.Tensor:
+        return self._staging.to_device(torch.from_numpy(self._matrix))
+
+    def bias(self, mean: np.ndarray) -> np.ndarray:
+        """What the mean contributes to each projection: float32 [Hkv, D] → [Hkv, L·K]."""
+        return self._projection.bias(mean)
+
+    def codes(self, store: RowStore, start: int, stop: int, bias: np.ndarray) -> np.ndarray:
+        """Codes of stored rows [start, stop), centred: uint16 [Hkv, L, n]."""
+        if self._staging.device.type == "cpu":
+            return kernels.hash_rows(store.table, start, stop, self._projection, bias, threads=self._threads)
+        offset = self._staging.to_device(torch.from_numpy(bias)).unsqueeze(1)
+        parts = []
+        for rows in store.views(start, stop, at_most=_HASH_ROWS):
+            keys = self._staging.to_device(rows)[:, :, 0].float()
+            parts.append(self._pack_on_device(keys @ self._device_matrix - offset))
+        return np.ascontiguousarray(np.concatenate(parts, axis=1).transpose(0, 2, 1))
+
+    def query_codes(self, q: torch.Tensor) -> np.ndarray:
+        """Codes of queries float32 [B, H, D], never centred: uint16 [B, H, L]."""
+        if self._staging.device.type == "cpu":
+            return kernels.hash_queries(as_array(q), self._projection, threads=self._threads)
+        return self._pack_on_device(q @ self._device_matrix)
+
+    def _pack_on_device(self, projected: torch.Tensor) -> np.ndarray:
+        codes = pack_signs(projected, self.K, self.L)
+        return self._staging.to_host(codes).numpy().astype(np.uint16)
+
+
+class LshSampler:
+    """Hashers of all sampled layers and the −ln u table of one (K, L)."""
+
+    def __init__(self, K: int, L: int, hash_seed: int, threads: int, staging: Staging) -> None:
+        self.K, self.L = K, L
+        self._hash_seed, self._threads, self._staging = hash_seed, threads, staging
+        self._weights = log_weight_table(K, L)
+        self._hashers: dict[int, LshHasher] = {}
+
+    def hasher(self, layer: int, head_dim: int) -> LshHasher:
+        if layer not in self._hashers:
+            self._hashers[layer] = LshHasher(
+                layer, head_dim, self.K, self.L, self._hash_seed, self._threads, self._staging
+            )
+        return self._hashers[layer]
+
+    def attend(
+        self, layer: int, q: torch.Tensor, caches: list[LayerCache], rule: LogitRule, record: StepRecorder
+    ) -> tuple[Partial, list[int]]:
+        """Estimate attention over the offloaded keys: q float32 [B, H, D] on the device.
+
+        Returns the partial on the device and, per sequence, the number of sampled keys summed over query heads.
+        """
+        with record.stage("hash"):
+            codes = self.hasher(layer, q.shape[-1]).query_codes(q)
+        rows = [cache.index.sampled_rows() for cache in caches if cache.index is not None]
+        queries = as_array(self._staging.to_host(q))
+        done = kernels.lsh_attend(
+            queries, codes, rows, self._weights, scale=rule.scale, softcap=rule.softcap, threads=self._threads
+        )
+        spent = sum(done.stage_ns.values()) or 1
+        for stage, nanoseconds in done.stage_ns.items():  # of all threads: share out the wall time
+            record.add(stage, done.wall_ns * nanoseconds // spent)
+        partial = Partial(
+            self._staging.to_device(torch.from_numpy(done.out)), self._staging.to_device(torch.from_numpy(done.lse))
+        )
+        return partial, done.sampled.sum(axis=1).tolist()

@@ -1,0 +1,56 @@
+"""Blocks of host memory for rows: 2 MiB aligned, huge pages where the system grants them, never moved.
+
+A row is K and V of one key side by side, so that a sampled key costs one contiguous read. Rows live in blocks
+[Hkv, block_rows, 2, D]; a sequence that grows gets further blocks and nothing is copied. Blocks are cut from larger
+slabs and need no bookkeeping: a slab's memory goes back to the system when the last view of it is gone.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+
+_HUGE_PAGE_BYTES = 2 << 20
+_BLOCKS_PER_SLAB = 32
+_NUMPY_DTYPE = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}  # bfloat16 as its bits
+
+
+def row_bytes(head_dim: int, dtype: str) -> int:
+    """Bytes of one key and its value."""
+    return 2 * head_dim * _NUMPY_DTYPE[dtype].itemsize
+
+
+def _aligned_bytes(size: int) -> np.ndarray:
+    """`size` zero bytes starting at a multiple of 2 MiB, committed when first touched."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    area = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=flags)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            area.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass  # a kernel without transparent huge pages: 4 KiB pages work too
+    raw = np.frombuffer(area, dtype=np.uint8)
+    skip = -raw.ctypes.data % _HUGE_PAGE_BYTES
+    return raw[skip : skip + size]
+
+
+class BlockPool:
+    """Cuts blocks [Hkv, block_rows, 2, D] of one shape from slabs."""
+
+    def __init__(self, kv_heads: int, head_dim: int, dtype: str, block_rows: int) -> None:
+        self.shape = (kv_heads, block_rows, 2, head_dim)
+        self.dtype = dtype
+        self.block_rows = block_rows
+        self.block_bytes = int(np.prod(self.shape)) * _NUMPY_DTYPE[dtype].itemsize
+        self._slab: np.ndarray | None = None
+        self._next = 0
+
+    def take(self) -> np.ndarray:
+        """A fresh zeroed block [Hkv, block_rows, 2, D]: float32, or uint16 holding bfloat16 bits."""
+        if self._slab is None or self._next == _BLOCKS_PER_SLAB:
+            self._slab = _aligned_bytes(self.block_bytes * _BLOCKS_PER_SLAB)
+            self._next = 0
+        start = self._next * self.block_bytes
+        self._next += 1
+        return self._slab[start : start + self.block_bytes].view(_NUMPY_DTYPE[self.dtype]).reshape(self.shape)

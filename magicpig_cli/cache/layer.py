@@ -1,0 +1,108 @@
+"""Keys and values of one layer of one sequence: window on the device, store on the host, index over the store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from magicpig_cli import kernels
+from magicpig_cli.cache.blocks import BlockPool
+from magicpig_cli.cache.index import LshIndex
+from magicpig_cli.cache.store import RowStore
+from magicpig_cli.cache.window import Window, WindowShape
+
+Run = tuple[kernels.RowTable, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What the model layer is: heads, head dim, and its own sliding window (None = attends to everything)."""
+
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+
+class LayerCache:
+    """All rows of one layer and sequence. `length` counts tokens; every change is exact at any length."""
+
+    def __init__(self, spec: LayerSpec, shape: WindowShape, pool: BlockPool, device: torch.device) -> None:
+        self.spec = spec
+        self.shape = shape
+        self.window = Window(shape, spec.kv_heads, spec.head_dim, pool.dtype, device)
+        self.store = RowStore(pool)
+        self.index: LshIndex | None = None
+        self.length = 0
+
+    def append_one(self, row: torch.Tensor) -> None:
+        """Decode: one row [Hkv, 1, 2, D] of the row type. May move `flush` rows to the store."""
+        self.window.append_one(row)
+        self.length += 1
+        moved = self.shape.offloaded(self.length) - self.store.length
+        if moved:
+            recent = self.window.rows[:, self.shape.sink : self.window.used]
+            self._split(recent, moved)
+
+    def extend(self, rows: torch.Tensor) -> None:
+        """Prefill: rows [Hkv, T, 2, D] of the row type, any T."""
+        held = self.window.valid
+        before = self.window.used
+        self.length += rows.shape[1]
+        everything = torch.cat([held, rows], dim=1)
+        sink = min(self.shape.sink, everything.shape[1])
+        if before < sink:
+            self.window.replace(everything[:, :sink])
+        self._split(everything[:, sink:], self.shape.offloaded(self.length) - self.store.length)
+
+    def _split(self, recent: torch.Tensor, moved: int) -> None:
+        """Of the rows after the sink, hand the oldest `moved` to the store and keep the others."""
+        self.store.append(recent[:, :moved])
+        keep = recent[:, moved:].clone()
+        sink = min(self.shape.sink, self.length)
+        self.window.rows[:, sink : sink + keep.shape[1]] = keep
+        self.window.used = sink + keep.shape[1]
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens from `length` on; what remains equals a sequence that never was longer."""
+        if length >= self.length:
+            return
+        old_boundary, new_boundary = self.shape.boundary(self.length), self.shape.boundary(length)
+        sink = self.shape.sink
+        if length > sink:
+            from_store = self.store.read(new_boundary - sink, min(length, old_boundary) - sink)
+            from_window = self.window.rows[:, sink : sink + max(0, length - old_boundary)]
+            recent = torch.cat([from_store.to(from_window.device), from_window], dim=1)
+            self.window.rows[:, sink : sink + recent.shape[1]] = recent
+        self.window.used = min(length, sink) + max(0, length - new_boundary)
+        self.store.truncate(new_boundary - sink)
+        if self.index is not None:
+            self.index.truncate(self.store.length)
+        self.length = length
+
+    def first_visible(self) -> int:
+        """First position that the newest token attends to (0, or later under a sliding window)."""
+        return 0 if self.spec.window is None else max(0, self.length - self.spec.window)
+
+    def runs(self, *, store: bool = True) -> list[Run]:
+        """What the newest token attends to, as runs of rows for the kernels: sink, store, recent."""
+        first, sink, boundary = self.first_visible(), min(self.shape.sink, self.length), self.shape.boundary(self.length)
+        table = self.window.table
+        assert table is not None, "the kernels read windows in host memory only"
+        runs = [(table, min(first, sink), sink), (table, sink + max(0, first - boundary), self.window.used)]
+        if store and self.store.length:
+            runs.append((self.store.table, max(0, first - self.shape.sink), self.store.length))
+        return [run for run in runs if run[1] < run[2]]
+
+    def pieces(self, at_most: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Everything held, as (position of the first row, rows [Hkv, ≤ at_most, 2, D]) in order of position."""
+        sink = min(self.shape.sink, self.length)
+        if sink:
+            yield 0, self.window.rows[:, :sink]
+        position = self.shape.sink
+        for rows in self.store.views(0, self.store.length, at_most):
+            yield position, rows
+            position += rows.shape[1]
+        if self.window.used > sink:
+            yield position, self.window.rows[:, sink : self.window.used]

@@ -1,0 +1,81 @@
+"""Rows of the offloaded keys of one layer and sequence, in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from magicpig_cli import kernels
+from magicpig_cli.cache.blocks import BlockPool
+
+TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def as_tensor(block: np.ndarray) -> torch.Tensor:
+    """The same memory as a tensor; uint16 arrays hold bfloat16 bits."""
+    if block.dtype == np.uint16:
+        return torch.from_numpy(block.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(block)
+
+
+def as_array(rows: torch.Tensor) -> np.ndarray:
+    """The same memory of a host tensor as the kernels take it."""
+    if rows.dtype == torch.bfloat16:
+        return rows.view(torch.int16).numpy().view(np.uint16)
+    return rows.numpy()
+
+
+class RowStore:
+    """Rows [Hkv, length, 2, D] over blocks; row r belongs to position `sink + r` of the sequence."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        kv_heads, block_rows, _, head_dim = pool.shape
+        self.table = kernels.RowTable(kv_heads, head_dim, pool.dtype, block_rows)
+        self.length = 0
+        self._pool = pool
+        self._blocks: list[torch.Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._blocks) * self._pool.block_bytes
+
+    def append(self, rows: torch.Tensor) -> None:
+        """Copy rows [Hkv, T, 2, D] of the row type to the end."""
+        size = self._pool.block_rows
+        taken, count = 0, rows.shape[1]
+        while taken < count:
+            index, offset = divmod(self.length, size)
+            if index == len(self._blocks):
+                block = self._pool.take()
+                self._blocks.append(as_tensor(block))
+                self.table.append_block(block)
+            step = min(size - offset, count - taken)
+            self._blocks[index][:, offset : offset + step] = rows[:, taken : taken + step]
+            self.length += step
+            taken += step
+
+    def truncate(self, length: int) -> None:
+        """Forget the rows from `length` on; blocks no longer needed go back."""
+        self.length = min(self.length, length)
+        keep = -(-self.length // self._pool.block_rows)
+        del self._blocks[keep:]
+        self.table.drop_blocks(keep)
+
+    def views(self, start: int, stop: int, at_most: int) -> Iterator[torch.Tensor]:
+        """Rows [start, stop) as views [Hkv, ≤ at_most, 2, D] without copying."""
+        size = self._pool.block_rows
+        while start < stop:
+            index, offset = divmod(start, size)
+            step = min(size - offset, stop - start, at_most)
+            yield self._blocks[index][:, offset : offset + step]
+            start += step
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """A copy of rows [start, stop) as [Hkv, n, 2, D]."""
+        kv_heads, _, _, head_dim = self._pool.shape
+        parts = list(self.views(start, stop, at_most=self._pool.block_rows))
+        if not parts:
+            return torch.empty(kv_heads, 0, 2, head_dim, dtype=TORCH_DTYPE[self._pool.dtype])
+        return torch.cat(parts, dim=1)

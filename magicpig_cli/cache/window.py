@@ -1,0 +1,65 @@
+"""Sink and most recent rows of one layer and sequence, on the device.
+
+Which positions are in here depends on the length alone, not on the path that led to it: position p is in the window
+iff p < sink or p ≥ boundary(length). The boundary moves in steps of `flush` rows, so that offloading is rare.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from magicpig_cli import kernels
+from magicpig_cli.cache.store import TORCH_DTYPE, as_array
+
+
+@dataclass(frozen=True, slots=True)
+class WindowShape:
+    """Sizes in rows: the first `sink`, and between `local` and `local + flush` of the most recent."""
+
+    sink: int
+    local: int
+    flush: int
+
+    @property
+    def capacity(self) -> int:
+        return self.sink + self.local + self.flush
+
+    def boundary(self, length: int) -> int:
+        """First position of the recent part of a sequence of `length`; [sink, boundary) is offloaded."""
+        moved = max(0, length - self.sink - self.local) // self.flush
+        return self.sink + moved * self.flush
+
+    def offloaded(self, length: int) -> int:
+        """How many keys of a sequence of `length` are in the host store."""
+        return self.boundary(length) - self.sink
+
+
+class Window:
+    """Rows [Hkv, sink + local + flush, 2, D] of the row type; `used` of them are valid, in order of position."""
+
+    def __init__(self, shape: WindowShape, kv_heads: int, head_dim: int, dtype: str, device: torch.device) -> None:
+        self.shape = shape
+        self.rows = torch.zeros(kv_heads, shape.capacity, 2, head_dim, dtype=TORCH_DTYPE[dtype], device=device)
+        self.used = 0
+        self.table: kernels.RowTable | None = None  # the same memory for the kernels, where they can reach it
+        if device.type == "cpu":
+            self.table = kernels.RowTable(kv_heads, head_dim, dtype, shape.capacity)
+            self.table.append_block(as_array(self.rows))
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """View [Hkv, used, 2, D]."""
+        return self.rows[:, : self.used]
+
+    def replace(self, rows: torch.Tensor) -> None:
+        """Hold exactly these rows [Hkv, n, 2, D], n ≤ capacity; they may be a view of this window."""
+        count = rows.shape[1]
+        self.rows[:, :count] = rows.clone()
+        self.used = count
+
+    def append_one(self, row: torch.Tensor) -> None:
+        """Add one row [Hkv, 1, 2, D]; there must be room."""
+        self.rows[:, self.used : self.used + 1] = row
+        self.used += 1

@@ -1,0 +1,88 @@
+"""The one hook for all model families: an attention function registered with transformers, and a cache that keeps nothing.
+
+The model's own code does everything up to rotary embedding; then our function takes over with what transformers hands
+it. Which sequences a forward belongs to travels along as the keyword argument `magicpig` of the model call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from magicpig_cli.attention.attention import Attention
+from magicpig_cli.attention.base import LogitRule, StepRecorder
+from magicpig_cli.cache.sequence import Sequence
+from magicpig_cli.errors import ModelError
+
+
+@dataclass(slots=True)
+class Forward:
+    """One call of the model: a prompt chunk of one sequence (sampled is None), or one token for each of several."""
+
+    attention: Attention
+    sequences: list[Sequence]
+    sampled: list[list[bool]] | None = None  # per layer, per sequence
+    record: StepRecorder = field(default_factory=StepRecorder)
+
+
+class PassThroughCache(Cache):
+    """Satisfies the models' cache protocol; keys and values go straight to the attention function."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return 0  # position ids are always given, masks never built
+
+    def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
+        return 0, 0
+
+
+def _attend(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, scaling: float | None = None, *, magicpig: Forward | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """transformers' attention signature: query [B, H, T, D], key and value [B, Hkv, T, D] → [B, T, H, D]."""
+    if magicpig is None:
+        raise ModelError("this model does not pass keyword arguments on to attention", hint="magicpig models check MODEL")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    caches = [sequence.layers[layer] for sequence in magicpig.sequences]
+    window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
+    if window != caches[0].spec.window:
+        raise ModelError(f"layer {layer} attends to a window of {window}, its config says {caches[0].spec.window}")
+    rule = LogitRule(scaling if scaling is not None else query.shape[-1] ** -0.5, kwargs.get("softcap"))
+    if magicpig.sampled is None:
+        return magicpig.attention.chunk(caches[0], query, key, value, rule), None
+    out = magicpig.attention.step(
+        layer, caches, magicpig.sampled[layer], query, key, value, rule, magicpig.record
+    )  # fmt: skip
+    return out, None
+
+
+AttentionInterface.register("magicpig", _attend)
+
+
+def run(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, forward: Forward) -> torch.Tensor:
+    """One forward over ids and positions, both [B, T] on the model's device → logits of the last position [B, V]."""
+    # transformers renamed the argument: `past_key_values` up to 5.17, `cache` in 5.24.
+    parameters = inspect.signature(model.forward).parameters
+    cache_argument = "cache" if "cache" in parameters else "past_key_values"
+    output = model(
+        input_ids=ids,
+        position_ids=positions,
+        use_cache=True,
+        logits_to_keep=1,
+        magicpig=forward,
+        **{cache_argument: PassThroughCache()},
+    )
+    return output.logits[:, -1]
