@@ -1,4 +1,4 @@
-"""Attention of one layer: takes the new keys and values into the caches, then attends. One call per layer and forward."""
+"""Attention of one layer, one call per forward: takes new keys and values into the caches, then attends."""
 
 from __future__ import annotations
 

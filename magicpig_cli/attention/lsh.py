@@ -33,7 +33,9 @@ def pack_signs(projected: torch.Tensor, K: int, L: int) -> torch.Tensor:
 class LshHasher:
     """SimHash codes of one layer's keys and queries. On the CPU the kernels hash; elsewhere the device projects."""
 
-    def __init__(self, layer: int, head_dim: int, K: int, L: int, hash_seed: int, threads: int, staging: Staging) -> None:
+    def __init__(
+        self, layer: int, head_dim: int, K: int, L: int, hash_seed: int, threads: int, staging: Staging
+    ) -> None:
         self.K, self.L = K, L
         self._threads, self._staging = threads, staging
         self._matrix = gaussian_directions(hash_seed, layer, head_dim, L * K)

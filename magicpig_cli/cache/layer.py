@@ -87,7 +87,11 @@ class LayerCache:
 
     def runs(self, *, store: bool = True) -> list[Run]:
         """What the newest token attends to, as runs of rows for the kernels: sink, store, recent."""
-        first, sink, boundary = self.first_visible(), min(self.shape.sink, self.length), self.shape.boundary(self.length)
+        first, sink, boundary = (
+            self.first_visible(),
+            min(self.shape.sink, self.length),
+            self.shape.boundary(self.length),
+        )
         table = self.window.table
         assert table is not None, "the kernels read windows in host memory only"
         runs = [(table, min(first, sink), sink), (table, sink + max(0, first - boundary), self.window.used)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from magicpig_cli.cache.layer import LayerCache
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """`ids` are the tokens whose rows every layer holds. Made by `Engine.new_sequence`."""
 

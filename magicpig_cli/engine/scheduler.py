@@ -11,13 +11,24 @@ import torch
 
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.engine.conversation import common_prefix
-from magicpig_cli.engine.sampling import TokenSampler
+from magicpig_cli.engine.sampling import SamplingParams, TokenSampler
 from magicpig_cli.engine.text import TextStream
 from magicpig_cli.errors import MagicpigError
 from magicpig_cli.events import Event, Failed, Finished, FinishReason, PrefillProgress, Timing, TokenEvent
 
 if TYPE_CHECKING:
-    from magicpig_cli.engine.engine import Engine, Request
+    from magicpig_cli.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer wanted. `sequence`: continue that cache, reusing the longest common prefix with `prompt_ids`."""
+
+    key: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    default_seed: int | None = None  # seed of token sampling where the request names none; None = drawn
+    sequence: Sequence | None = None
 
 
 @dataclass
@@ -111,7 +122,7 @@ class Scheduler:
         total = len(request.prompt_ids)
         logits: torch.Tensor | None = None
         yield PrefillProgress(request.key, answer.reused, total, 0.0)
-        for done, logits in self._engine.prefill(answer.sequence, request.prompt_ids[answer.reused :]):
+        for done, logits in self._engine.runner.prefill(answer.sequence, request.prompt_ids[answer.reused :]):
             answer.prefill_s = time.perf_counter() - answer.started
             yield PrefillProgress(request.key, answer.reused + done, total, answer.prefill_s)
             if self._engine.take_cancelled(request.key):
@@ -137,7 +148,7 @@ class Scheduler:
     def _step(self) -> Iterator[Event]:
         """One decode step of all running answers."""
         answers = self._running
-        step = self._engine.decode([a.sequence for a in answers], [a.tokens[-1] for a in answers])
+        step = self._engine.runner.decode([a.sequence for a in answers], [a.tokens[-1] for a in answers])
         yield step.stats
         for row, answer in enumerate(answers):
             answer.tpot_ms.append(step.stats.wall_ms)

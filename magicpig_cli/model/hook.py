@@ -54,7 +54,9 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """transformers' attention signature: query [B, H, T, D], key and value [B, Hkv, T, D] → [B, T, H, D]."""
     if magicpig is None:
-        raise ModelError("this model does not pass keyword arguments on to attention", hint="magicpig models check MODEL")
+        raise ModelError(
+            "this model does not pass keyword arguments on to attention", hint="magicpig models check MODEL"
+        )
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     caches = [sequence.layers[layer] for sequence in magicpig.sequences]
     window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))

@@ -1,0 +1,152 @@
+"""Prefill and decode of sequences through one model; knows token ids and rows, neither text nor requests."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from magicpig_cli.attention.attention import Attention
+from magicpig_cli.attention.lsh import LshSampler
+from magicpig_cli.cache.blocks import BlockPool
+from magicpig_cli.cache.layer import LayerCache, LayerSpec
+from magicpig_cli.cache.sequence import Sequence
+from magicpig_cli.cache.staging import Staging
+from magicpig_cli.cache.store import TORCH_DTYPE
+from magicpig_cli.cache.window import WindowShape
+from magicpig_cli.events import STAGES, StepStats
+from magicpig_cli.model import hook
+from magicpig_cli.model.shape import ModelShape
+from magicpig_cli.planner import Plan
+
+MIN_INDEXED = 256  # offloaded keys from which tables are built; below, exact attention reads less
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Result of one decode step: logits [B, V], what it cost, and per sequence what was sampled of what."""
+
+    logits: torch.Tensor
+    stats: StepStats
+    sampled: list[int]
+    offloaded: list[int]
+    errors: torch.Tensor | None  # relative attention errors [sampled layers · B · H], if they were asked for
+
+
+class ModelRunner:
+    """Runs forwards of a model over sequences it has made, as the plan says."""
+
+    def __init__(
+        self, model: PreTrainedModel, shape: ModelShape, plan: Plan, device: torch.device, hash_seed: int
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self._device = device
+        self._window = WindowShape(plan.sink, plan.local, plan.flush)
+        self._specs = [LayerSpec(shape.kv_heads, shape.head_dim, window) for window in shape.layer_windows]
+        self._pool = BlockPool(shape.kv_heads, shape.head_dim, plan.row_dtype, plan.block_rows)
+        staging = Staging(device)
+        sampler = None
+        if plan.mode != "exact":
+            sampler = LshSampler(plan.K, plan.L, hash_seed, plan.threads, staging)
+        self._attention = Attention(sampler, TORCH_DTYPE[plan.row_dtype], plan.threads, staging)
+        self._sequences: weakref.WeakSet[Sequence] = weakref.WeakSet()
+
+    def new_sequence(self) -> Sequence:
+        """An empty sequence of this model."""
+        layers = [LayerCache(spec, self._window, self._pool, self._device) for spec in self._specs]
+        sequence = Sequence(layers)
+        self._sequences.add(sequence)
+        return sequence
+
+    def living(self) -> list[Sequence]:
+        """Sequences made here that somebody still holds."""
+        return list(self._sequences)
+
+    def samples(self, sequence: Sequence, mode: str | None = None) -> bool:
+        """Whether the next decode step of this sequence samples. `mode` overrules the plan's (bench, eval)."""
+        mode = mode or self.plan.mode
+        long_enough = self._window.offloaded(sequence.length + 1) >= MIN_INDEXED
+        return long_enough and (mode == "lsh" or (mode == "auto" and sequence.length >= self.plan.auto_lsh_from))
+
+    def _indexed(self, layer: int) -> bool:
+        return layer not in self.plan.dense_layers and self._specs[layer].window is None
+
+    def prefill(self, sequence: Sequence, ids: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Process ids after what the sequence holds, exactly, in chunks; builds the index at the end.
+
+        Yields after each chunk (tokens of `ids` done, logits [V] of the last of them). If it is closed or fails
+        half-way, the sequence holds whole chunks.
+        """
+        done = 0
+        try:
+            while done < len(ids):
+                chunk = ids[done : done + self.plan.chunk]
+                start = sequence.length
+                tokens = torch.tensor([chunk], device=self._device)
+                positions = torch.arange(start, start + len(chunk), device=self._device).unsqueeze(0)
+                with torch.inference_mode():
+                    logits = hook.run(self.model, tokens, positions, hook.Forward(self._attention, [sequence]))
+                sequence.commit(chunk)
+                done += len(chunk)
+                if done == len(ids):
+                    self.build_index(sequence)
+                yield done, logits[0].float()
+        except BaseException:
+            sequence.rollback()
+            raise
+
+    def build_index(self, sequence: Sequence, mode: str | None = None) -> None:
+        """Tables for the layers that the next step will sample; nothing where it will not."""
+        if self.samples(sequence, mode):
+            for layer, cache in enumerate(sequence.layers):
+                if self._indexed(layer):
+                    self._attention.index(layer, cache)
+
+    def decode(
+        self, sequences: list[Sequence], tokens: list[int], mode: str | None = None, measure_error: bool = False
+    ) -> Step:
+        """Feed one token to each sequence in one forward, whatever their lengths.
+
+        measure_error also computes the exact result of every sampled layer beside it (slow; for bench and eval).
+        """
+        begin = time.perf_counter_ns()
+        sampled = [self.samples(sequence, mode) for sequence in sequences]
+        never = [False] * len(sequences)
+        per_layer = [sampled if self._indexed(layer) else never for layer in range(len(self._specs))]
+        forward = hook.Forward(self._attention, sequences, per_layer)
+        forward.record.errors = [] if measure_error else None
+        ids = torch.tensor([[token] for token in tokens], device=self._device)
+        positions = torch.tensor([[sequence.length] for sequence in sequences], device=self._device)
+        try:
+            with torch.inference_mode():
+                logits = hook.run(self.model, ids, positions, forward).float()
+        except BaseException:
+            for sequence in sequences:
+                sequence.rollback()
+            raise
+        for sequence, token in zip(sequences, tokens, strict=True):
+            sequence.commit([token])
+        return self._step(logits, forward, time.perf_counter_ns() - begin)
+
+    def _step(self, logits: torch.Tensor, forward: hook.Forward, wall_ns: int) -> Step:
+        record, count = forward.record, len(forward.sequences)
+        stages = {stage: record.ns.get(stage, 0) / 1e6 for stage in STAGES}
+        stages["other"] = max(0.0, wall_ns / 1e6 - sum(stages.values()))
+        stats = StepStats(
+            batch=count,
+            wall_ms=wall_ns / 1e6,
+            stages_ms=stages,
+            sampled={layer: sum(counts) for layer, counts in record.sampled.items()},
+            offloaded={layer: sum(counts) for layer, counts in record.offloaded.items()},
+        )
+        per_sequence = [
+            [sum(counts[b] for counts in table.values()) for b in range(count)]
+            for table in (record.sampled, record.offloaded)
+        ]
+        errors = torch.cat([e.flatten() for e in record.errors]) if record.errors else None
+        return Step(logits, stats, per_sequence[0], per_sequence[1], errors)

@@ -1,0 +1,100 @@
+"""Window, store and truncation of one layer: whatever path led to a length, the same rows lie in the same places."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from magicpig_cli.cache.blocks import BlockPool
+from magicpig_cli.cache.layer import LayerCache, LayerSpec
+from magicpig_cli.cache.store import TORCH_DTYPE
+from magicpig_cli.cache.window import WindowShape
+
+HKV, D = 2, 3
+CPU = torch.device("cpu")
+
+
+def make(shape: WindowShape, dtype: str = "float32", window: int | None = None) -> LayerCache:
+    return LayerCache(LayerSpec(HKV, D, window), shape, BlockPool(HKV, D, dtype, block_rows=8), CPU)
+
+
+def rows(start: int, stop: int, dtype: str = "float32") -> torch.Tensor:
+    """Rows [Hkv, n, 2, D] that tell their position: every entry is a distinct function of it."""
+    base = torch.arange(start, stop, dtype=torch.float32).reshape(1, -1, 1, 1)
+    offset = torch.arange(HKV * 2 * D, dtype=torch.float32).reshape(HKV, 1, 2, D) / 64
+    return (base + offset).to(TORCH_DTYPE[dtype])
+
+
+def held(cache: LayerCache) -> torch.Tensor:
+    parts = [piece for _, piece in cache.pieces(at_most=5)]
+    return torch.cat(parts, dim=1) if parts else torch.empty(HKV, 0, 2, D)
+
+
+def feed(cache: LayerCache, start: int, stop: int, one_by_one: bool, dtype: str = "float32") -> None:
+    if one_by_one:
+        for position in range(start, stop):
+            cache.append_one(rows(position, position + 1, dtype))
+    else:
+        cache.extend(rows(start, stop, dtype))
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("extend"), st.integers(0, 40)),
+        st.tuples(st.just("one"), st.integers(1, 12)),
+        st.tuples(st.just("cut"), st.integers(0, 60)),
+    ),
+    max_size=8,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(steps, st.integers(0, 5), st.integers(1, 6), st.integers(1, 5), st.sampled_from(["float32", "bfloat16"]))
+def test_any_path_leaves_the_same_rows_in_the_same_places(path, sink, local, flush, dtype):
+    shape = WindowShape(sink, local, flush)
+    cache = make(shape, dtype)
+    length = 0
+    for kind, amount in path:
+        if kind == "cut":
+            length = min(length, amount)
+            cache.truncate(amount)
+        else:
+            feed(cache, length, length + amount, kind == "one", dtype)
+            length += amount
+        assert cache.length == length
+        assert torch.equal(held(cache).float(), rows(0, length, dtype).float())
+        # Where rows lie depends on the length alone.
+        direct = make(shape, dtype)
+        direct.extend(rows(0, length, dtype))
+        assert cache.store.length == direct.store.length == shape.offloaded(length)
+        assert cache.window.used == direct.window.used
+        assert torch.equal(cache.window.valid, direct.window.valid)
+        assert cache.store.nbytes == direct.store.nbytes
+        recent = cache.window.used - min(sink, length)
+        assert recent == max(0, length - sink) if cache.store.length == 0 else local <= recent < local + flush
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 70), st.integers(0, 4), st.integers(1, 80))
+def test_runs_cover_exactly_what_the_newest_token_sees(length, sink, window):
+    cache = make(WindowShape(sink, 4, 3), window=window)
+    cache.extend(rows(0, length))
+    seen = set()
+    for table, start, stop in cache.runs():
+        from_store = table is cache.store.table
+        for row in range(start, stop):
+            place = cache.store.read(row, row + 1) if from_store else cache.window.rows[:, row : row + 1]
+            seen.add(round(float(place[0, 0, 0, 0])))
+    assert seen == set(range(max(0, length - window), length))
+
+
+def test_pieces_give_positions_in_order():
+    cache = make(WindowShape(4, 8, 4))
+    cache.extend(rows(0, 50))
+    expected = 0
+    for position, piece in cache.pieces(at_most=7):
+        assert position == expected
+        assert piece[0, 0, 0, 0] == position
+        expected += piece.shape[1]
+    assert expected == 50
