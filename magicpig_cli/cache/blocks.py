@@ -7,6 +7,7 @@ slabs and need no bookkeeping: a slab's memory goes back to the system when the 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import numpy as np
@@ -26,10 +27,8 @@ def _aligned_bytes(size: int) -> np.ndarray:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     area = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel without transparent huge pages: 4 KiB pages work too
             area.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without transparent huge pages: 4 KiB pages work too
     raw = np.frombuffer(area, dtype=np.uint8)
     skip = -raw.ctypes.data % _HUGE_PAGE_BYTES
     return raw[skip : skip + size]

@@ -120,17 +120,18 @@ class Scheduler:
     def _prefill(self, answer: _Answer) -> Iterator[Event]:
         request = answer.request
         total = len(request.prompt_ids)
-        logits: torch.Tensor | None = None
+        last: torch.Tensor | None = None
         yield PrefillProgress(request.key, answer.reused, total, 0.0)
         for done, logits in self._engine.runner.prefill(answer.sequence, request.prompt_ids[answer.reused :]):
+            last = logits
             answer.prefill_s = time.perf_counter() - answer.started
             yield PrefillProgress(request.key, answer.reused + done, total, answer.prefill_s)
             if self._engine.take_cancelled(request.key):
                 answer.sequence.truncate(answer.reused)
                 answer.finish = "interrupted"
                 return
-        assert logits is not None, "a prompt has at least one token"
-        yield self._take(answer, logits)
+        assert last is not None, "a prompt has at least one token"
+        yield self._take(answer, last)
         answer.ttft_s = time.perf_counter() - answer.started
 
     def _take(self, answer: _Answer, logits: torch.Tensor) -> TokenEvent:

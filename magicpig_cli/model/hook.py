@@ -1,4 +1,4 @@
-"""The one hook for all model families: an attention function registered with transformers, and a cache that keeps nothing.
+"""One hook for all model families: an attention function registered with transformers, and a cache that keeps nothing.
 
 The model's own code does everything up to rotary embedding; then our function takes over with what transformers hands
 it. Which sequences a forward belongs to travels along as the keyword argument `magicpig` of the model call.
@@ -50,7 +50,8 @@ class PassThroughCache(Cache):
 
 def _attend(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: torch.Tensor | None, scaling: float | None = None, *, magicpig: Forward | None = None, **kwargs: Any,
+    attention_mask: torch.Tensor | None, scaling: float | None = None, *,
+    magicpig: Forward | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """transformers' attention signature: query [B, H, T, D], key and value [B, Hkv, T, D] → [B, T, H, D]."""
     if magicpig is None:
