@@ -1,0 +1,49 @@
+"""The door to the kernels: arguments are checked here, trusted inside; NumPy in and out, torch is unknown here.
+
+Letters: B sequences, H query heads, Hkv kv heads, G = H / Hkv, N rows, D head dim, K bits per table, L tables.
+Rows lie in a `RowTable`; `Projection` turns keys and queries into codes; `build_segment` turns codes into tables;
+`lsh_attend` samples through them, `exact_attend` reads everything. Which instruction set does it: `isa`.
+Errors of use are TypeError or ValueError and name the argument, what was wanted and what came.
+"""
+
+from __future__ import annotations
+
+from magicpig_cli.kernels import isa
+from magicpig_cli.kernels.attend import Attended, Run, Sampled, SampledRows, exact_attend, lsh_attend, lsh_sample
+from magicpig_cli.kernels.hashing import Projection, hash_queries, hash_rows
+from magicpig_cli.kernels.rows import RowTable, RowType, widen
+from magicpig_cli.kernels.segment import (
+    MAX_SEGMENT_ROWS,
+    MAX_TAIL_ROWS,
+    Segment,
+    Tail,
+    build_segment,
+    merge_segments,
+    segment_codes,
+    truncate_segment,
+)
+
+__all__ = [
+    "MAX_SEGMENT_ROWS",
+    "MAX_TAIL_ROWS",
+    "Attended",
+    "Projection",
+    "RowTable",
+    "RowType",
+    "Run",
+    "Sampled",
+    "SampledRows",
+    "Segment",
+    "Tail",
+    "build_segment",
+    "exact_attend",
+    "hash_queries",
+    "hash_rows",
+    "isa",
+    "lsh_attend",
+    "lsh_sample",
+    "merge_segments",
+    "segment_codes",
+    "truncate_segment",
+    "widen",
+]

@@ -1,0 +1,146 @@
+"""Attention over stored rows: exactly, or over the rows that the tables sample (paper section 4.1, DESIGN.md).
+
+Keys must be below 2**127 in size and values finite. A logit that overflows or is not a number counts as ±3e38.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from magicpig_cli.kernels import isa
+from magicpig_cli.kernels.checks import want_array, want_int, want_queries, want_scale
+from magicpig_cli.kernels.rows import RowTable, want_run
+from magicpig_cli.kernels.segment import Segment, Tail
+
+Run = tuple[RowTable, int, int]  # rows [start, stop) of a table
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """Attention over the rows of B sequences. No row at all: output 0, LSE −∞."""
+
+    out: np.ndarray  # float32 [B, H, D], normalised
+    lse: np.ndarray  # float32 [B, H], natural logarithm of Σ exp(logit)
+    wall_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """The offloaded rows of one sequence and their tables. Segments and tail follow each other without a gap."""
+
+    table: RowTable
+    mu: np.ndarray  # float32 [Hkv, D]: what the rows were centred by when they were hashed
+    segments: Sequence[Segment] = ()
+    tail: Tail | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Self-normalised estimate over the sampled rows. None sampled: output 0, LSE −∞."""
+
+    out: np.ndarray  # float32 [B, H, D]
+    lse: np.ndarray  # float32 [B, H], of logits − ln u
+    sampled: np.ndarray  # int64 [B, H], sampled rows
+    stage_ns: dict[str, int] = field(default_factory=dict)  # retrieve, attend, merge: summed over threads
+    wall_ns: int = 0
+
+
+def exact_attend(
+    q: np.ndarray,
+    runs: Sequence[Sequence[Run]],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    threads: int,
+) -> Attended:
+    """Softmax attention of q float32 [B, H, D] over the runs of each sequence, in float32.
+
+    Logits are scale·q·k, or softcap·tanh(scale·q·k / softcap). Work is cut by row counts, so no bit depends on threads.
+    """
+    want_queries(q, None, None)
+    want_scale(scale, softcap)
+    want_int("threads", threads, 1)
+    if len(runs) != q.shape[0]:
+        raise ValueError(f"runs: want one list for each of {q.shape[0]} sequences, got {len(runs)}")
+    tables = []
+    for run in (run for of_sequence in runs for run in of_sequence):
+        want_run("run", *run)
+        tables.append(run[0])
+    _want_matching(q, tables)
+    return Attended(*isa.backend().exact_attend(q, runs, scale, softcap or 0.0, threads))
+
+
+def lsh_attend(
+    q: np.ndarray,
+    codes: np.ndarray,
+    groups: Sequence[SampledRows],
+    weights: np.ndarray,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    threads: int,
+) -> Sampled:
+    """Attention of q float32 [B, H, D] estimated from the rows that share ≥ 2 of L codes with it (paper section 4.1).
+
+    codes: uint16 [B, H, L]. The logit of a sampled row is that of `exact_attend` plus −ln u, read from `weights`
+    float32 [cells + 1] by linear interpolation in sin(θ/2), θ the angle between q and k − μ (π/2 for a zero norm).
+    """
+    want_scale(scale, softcap)
+    want_array("weights", weights, np.float32, "cells + 1", (None,))
+    if weights.shape[0] < 2:
+        raise ValueError(f"weights: want at least 2 entries, got {weights.shape[0]}")
+    _want_groups(q, codes, groups, threads)
+    out, lse, sampled, stages, wall_ns = isa.backend().lsh_attend(
+        q, codes, groups, weights, scale, softcap or 0.0, threads
+    )
+    return Sampled(out, lse, sampled, dict(zip(("retrieve", "attend", "merge"), stages, strict=True)), wall_ns)
+
+
+def lsh_sample(codes: np.ndarray, groups: Sequence[SampledRows], *, threads: int = 1) -> list[list[np.ndarray]]:
+    """The rows that `lsh_attend` samples, for every sequence and query head: int64, ascending."""
+    _want_groups(None, codes, groups, threads)
+    rows: list[list[np.ndarray]] = isa.backend().lsh_sample(codes, groups, threads)
+    return rows
+
+
+def _want_matching(q: np.ndarray, tables: list[RowTable]) -> None:
+    for table in tables:
+        if table.kv_heads != tables[0].kv_heads:
+            raise ValueError(f"tables: want {tables[0].kv_heads} kv heads in all, got {table.kv_heads}")
+        want_queries(q, table.kv_heads, table.head_dim)
+
+
+def _want_groups(q: np.ndarray | None, codes: np.ndarray, groups: Sequence[SampledRows], threads: int) -> None:
+    want_int("threads", threads, 1)
+    want_array("codes", codes, np.uint16, "B, H, L", (None, None, None))
+    if q is not None:
+        want_queries(q, None, None)
+        want_array("codes", codes, np.uint16, "B, H, L", (*q.shape[:2], None))
+        _want_matching(q, [group.table for group in groups])
+    if len(groups) != codes.shape[0]:
+        raise ValueError(f"groups: want one for each of {codes.shape[0]} sequences, got {len(groups)}")
+    segments = [segment for group in groups for segment in group.segments]
+    K = segments[0].K if segments else 16
+    for group in groups:
+        _want_group(group, codes, K)
+    if codes.size and int(codes.max()) >> K:
+        raise ValueError(f"codes: want {K}-bit codes, got {int(codes.max())}")
+
+
+def _want_group(group: SampledRows, codes: np.ndarray, K: int) -> None:
+    table, heads, L = group.table, group.table.kv_heads, codes.shape[2]
+    want_array("mu", group.mu, np.float32, "Hkv, D", (heads, table.head_dim))
+    if codes.shape[1] == 0 or codes.shape[1] % heads:
+        raise ValueError(f"codes: want query heads in multiples of {heads} kv heads, got {codes.shape[1]}")
+    for segment in group.segments:
+        if segment.K != K:
+            raise ValueError(f"segments: want one K, got {K} and {segment.K}")
+        want_array("segment offsets", segment.offsets, np.uint16, "Hkv, L, 2**K + 1", (heads, L, 2**K + 1))
+        want_array("segment ids", segment.ids, np.uint16, "Hkv, L, n", (heads, L, segment.n))
+        want_run("segment", table, segment.start, segment.start + segment.n)
+    if group.tail is not None:
+        want_array("tail codes", group.tail.codes, np.uint16, "Hkv, L, capacity", (heads, L, None))
+        want_run("tail", table, group.tail.start, group.tail.start + group.tail.n)

@@ -1,0 +1,203 @@
+"""Every kernel in NumPy, one screen each: what the native ones are held to, and a way to run without them.
+
+Same names and arguments as the native modules (trusted: the door has checked them). Integer results are the same bit
+for bit; floats are summed in float64, so a hash bit can differ where the projection is within rounding of zero.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from magicpig_cli.kernels.attend import Run, SampledRows
+    from magicpig_cli.kernels.rows import RowTable
+    from magicpig_cli.kernels.segment import Segment
+
+TIER = "reference"
+MAX_LOGIT = 3e38
+_CHUNK_ROWS = 4096  # rows hashed at once: bounds the float64 projections
+_MAX_INT32 = 2**31 - 1
+
+
+# --- hashing -------------------------------------------------------------------------------------------------------
+
+
+def pack_projection(matrix: np.ndarray, K: int, L: int) -> np.ndarray:
+    """float64 [D, L·K]."""
+    return matrix.astype(np.float64)
+
+
+def project(x: np.ndarray, packed: np.ndarray, K: int, L: int) -> np.ndarray:
+    """float32 [n, L·K] of x float32 [n, D]."""
+    projected: np.ndarray = x.astype(np.float64) @ packed
+    return projected.astype(np.float32)
+
+
+def _codes(x: np.ndarray, packed: np.ndarray, bias: np.ndarray | float, K: int, L: int) -> np.ndarray:
+    """uint16 [n, L]: bit k of table l is the sign of column l·K + k."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        bits = x.astype(np.float64) @ packed - bias > 0
+    codes: np.ndarray = (bits.reshape(len(x), L, K) << np.arange(K)).sum(axis=2)
+    return codes.astype(np.uint16)
+
+
+def hash_rows(
+    table: RowTable,
+    start: int,
+    stop: int,
+    packed: np.ndarray,
+    K: int,
+    L: int,
+    bias: np.ndarray,
+    threads: int,
+    out: np.ndarray,
+) -> None:
+    """Codes of the keys in rows [start, stop) into out uint16 [Hkv, L, n]."""
+    for first in range(start, stop, _CHUNK_ROWS):
+        last = min(first + _CHUNK_ROWS, stop)
+        keys = table.read(first, last)[:, :, 0]
+        for h in range(table.kv_heads):
+            out[h, :, first - start : last - start] = _codes(keys[h], packed, bias[h].astype(np.float64), K, L).T
+
+
+def hash_queries(q: np.ndarray, packed: np.ndarray, K: int, L: int, threads: int) -> np.ndarray:
+    """uint16 [B, H, L] of q float32 [B, H, D]."""
+    B, H, D = q.shape
+    return _codes(q.reshape(B * H, D), packed, 0.0, K, L).reshape(B, H, L)
+
+
+# --- tables --------------------------------------------------------------------------------------------------------
+
+
+def build_segment(codes: np.ndarray, K: int, threads: int) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets uint16 [Hkv, L, 2**K + 1] and ids uint16 [Hkv, L, n]: a stable sort of every table by code."""
+    heads, L, _ = codes.shape
+    offsets = np.zeros((heads, L, 2**K + 1), dtype=np.uint16)
+    for h in range(heads):
+        for table in range(L):
+            offsets[h, table, 1:] = np.cumsum(np.bincount(codes[h, table], minlength=2**K))
+    return offsets, np.argsort(codes, axis=2, kind="stable").astype(np.uint16)
+
+
+def segment_codes(segment: Segment) -> np.ndarray:
+    """uint16 [Hkv, L, n]: the bucket in which each id stands."""
+    codes = np.empty_like(segment.ids)
+    buckets = np.arange(2**segment.K, dtype=np.uint16)
+    for h in range(codes.shape[0]):
+        for table in range(segment.L):
+            sizes = np.diff(segment.offsets[h, table].astype(np.int64))
+            codes[h, table, segment.ids[h, table]] = np.repeat(buckets, sizes)
+    return codes
+
+
+def merge_segments(a: Segment, b: Segment, threads: int) -> tuple[np.ndarray, np.ndarray]:
+    """By definition: the tables over the codes of both."""
+    return build_segment(np.concatenate([segment_codes(a), segment_codes(b)], axis=2), a.K, threads)
+
+
+def truncate_segment(segment: Segment, n: int, threads: int) -> tuple[np.ndarray, np.ndarray]:
+    """By definition: the tables over the first n codes."""
+    return build_segment(segment_codes(segment)[:, :, :n], segment.K, threads)
+
+
+# --- attention -----------------------------------------------------------------------------------------------------
+
+
+def _logits(q: np.ndarray, keys: np.ndarray, scale: float, softcap: float) -> np.ndarray:
+    """float64 [n] of q [D] and keys [n, D]; soft-capped where softcap > 0."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        logits = scale * (keys.astype(np.float64) @ q.astype(np.float64))
+        if softcap:
+            logits = softcap * np.tanh(logits / softcap)
+    return np.nan_to_num(logits, nan=-MAX_LOGIT, posinf=MAX_LOGIT, neginf=-MAX_LOGIT)
+
+
+def _softmax(logits: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, float]:
+    """Output [D] and natural-log LSE of logits [n] over values [n, D]; n = 0 gives 0 and −∞."""
+    if len(logits) == 0:
+        return np.zeros(values.shape[1]), -np.inf
+    top = logits.max()
+    weights = np.exp(logits - top)
+    return weights @ values.astype(np.float64) / weights.sum(), top + np.log(weights.sum())
+
+
+def exact_attend(
+    q: np.ndarray, runs: Sequence[Sequence[Run]], scale: float, softcap: float, threads: int
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Output float32 [B, H, D], LSE float32 [B, H] and nanoseconds."""
+    began = time.perf_counter_ns()
+    out, lse = np.zeros_like(q), np.full(q.shape[:2], -np.inf, dtype=np.float32)
+    for b, of_sequence in enumerate(runs):
+        if not of_sequence:
+            continue
+        rows = np.concatenate([table.read(start, stop) for table, start, stop in of_sequence], axis=1)
+        for h in range(q.shape[1]):
+            keys, values = rows[h * rows.shape[0] // q.shape[1]].transpose(1, 0, 2)
+            out[b, h], lse[b, h] = _softmax(_logits(q[b, h], keys, scale, softcap), values)
+    return out, lse, time.perf_counter_ns() - began
+
+
+def _sampled(codes: np.ndarray, group: SampledRows, h: int) -> np.ndarray:
+    """Rows (int64, ascending) that share at least two of the codes uint16 [L], for kv head h."""
+    found = [np.zeros(0, dtype=np.int64)]
+    for segment in group.segments:
+        hits = np.zeros(segment.n, dtype=np.int64)
+        for table, code in enumerate(codes.tolist()):
+            first, last = segment.offsets[h, table, code : code + 2].tolist()
+            hits[segment.ids[h, table, first:last]] += 1
+        found.append(np.flatnonzero(hits >= 2) + segment.start)
+    if group.tail is not None:
+        hits = (group.tail.codes[h, :, : group.tail.n] == codes[:, None]).sum(axis=0)
+        found.append(np.flatnonzero(hits >= 2) + group.tail.start)
+    return np.concatenate(found)
+
+
+def lsh_sample(codes: np.ndarray, groups: Sequence[SampledRows], threads: int) -> list[list[np.ndarray]]:
+    """Sampled rows of every sequence and query head."""
+    H = codes.shape[1]
+    return [
+        [_sampled(codes[b, h], group, h * group.table.kv_heads // H) for h in range(H)]
+        for b, group in enumerate(groups)
+    ]
+
+
+def _weight(q: np.ndarray, keys: np.ndarray, mu: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """−ln u [n] of keys [n, D]: linear interpolation in sin(θ/2), uniform cells."""
+    q, centred = q.astype(np.float64), keys.astype(np.float64) - mu
+    norms = np.linalg.norm(q) * np.linalg.norm(centred, axis=1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        cosine = np.nan_to_num(np.where(norms > 0, (centred @ q) / norms, 0.0), nan=0.0)
+    at = np.sqrt((1 - np.clip(cosine, -1, 1)) / 2) * (len(weights) - 1)
+    weight: np.ndarray = np.interp(at, np.arange(len(weights)), weights.astype(np.float64))
+    return weight
+
+
+def lsh_attend(
+    q: np.ndarray,
+    codes: np.ndarray,
+    groups: Sequence[SampledRows],
+    weights: np.ndarray,
+    scale: float,
+    softcap: float,
+    threads: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, int, int], int]:
+    """Output float32 [B, H, D], LSE float32 [B, H], sampled int64 [B, H], ns of retrieve, attend, merge, and of all."""
+    began = time.perf_counter_ns()
+    found = lsh_sample(codes, groups, threads)
+    retrieved = time.perf_counter_ns()
+    out, lse = np.zeros_like(q), np.full(q.shape[:2], -np.inf, dtype=np.float32)
+    for b, group in enumerate(groups):
+        last = max((int(rows[-1]) + 1 for rows in found[b] if len(rows)), default=0)
+        stored = group.table.read(0, last)
+        for h in range(q.shape[1]):
+            kv_head = h * group.table.kv_heads // q.shape[1]
+            keys, values = stored[kv_head, found[b][h]].transpose(1, 0, 2)
+            logits = _logits(q[b, h], keys, scale, softcap) + _weight(q[b, h], keys, group.mu[kv_head], weights)
+            out[b, h], lse[b, h] = _softmax(logits, values)
+    ended = time.perf_counter_ns()
+    sampled = np.array([[len(rows) for rows in heads] for heads in found], dtype=np.int64).reshape(q.shape[:2])
+    return out, lse, sampled, (retrieved - began, ended - retrieved, 0), ended - began

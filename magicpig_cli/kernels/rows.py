@@ -1,0 +1,88 @@
+"""Tables of stored rows: K and V of one key side by side, [2, D], float32 or bfloat16 as its bits (uint16)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from magicpig_cli.kernels.checks import MAX_HEAD_DIM, want_array, want_int
+
+RowType = Literal["float32", "bfloat16"]
+_NUMPY_TYPE: dict[str, type] = {"float32": np.float32, "bfloat16": np.uint16}
+
+
+def widen(rows: np.ndarray) -> np.ndarray:
+    """Rows as float32: bfloat16 bits are the upper half of a float32."""
+    if rows.dtype == np.uint16:
+        return (rows.astype(np.uint32) << 16).view(np.float32)
+    return rows
+
+
+class RowTable:
+    """Where the rows of one layer and sequence lie: blocks [Hkv, block_rows, 2, D] that never move.
+
+    Row r of head h is row r % block_rows of block r // block_rows. Any block_rows ≥ 1 will do. The table keeps its
+    blocks alive; their contents may change between calls, not during one.
+    """
+
+    def __init__(self, kv_heads: int, head_dim: int, dtype: str, block_rows: int) -> None:
+        want_int("kv_heads", kv_heads, 1)
+        want_int("head_dim", head_dim, 1, MAX_HEAD_DIM)
+        want_int("block_rows", block_rows, 1)
+        if dtype not in _NUMPY_TYPE:
+            raise ValueError(f"dtype: want float32 or bfloat16, got {dtype!r}")
+        self.kv_heads = kv_heads
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.block_rows = block_rows
+        self.wide = dtype == "float32"
+        self._blocks: list[np.ndarray] = []
+        self._addresses = np.zeros(8, dtype=np.int64)
+
+    @property
+    def addresses(self) -> np.ndarray:
+        """int64 [blocks]: where each block starts."""
+        return self._addresses[: len(self._blocks)]
+
+    @property
+    def blocks(self) -> tuple[np.ndarray, ...]:
+        return tuple(self._blocks)
+
+    @property
+    def rows(self) -> int:
+        """Rows that the blocks have room for."""
+        return len(self._blocks) * self.block_rows
+
+    def append_block(self, block: np.ndarray) -> None:
+        """Add a block [Hkv, block_rows, 2, D] of the row type, C-contiguous."""
+        shape = (self.kv_heads, self.block_rows, 2, self.head_dim)
+        kind = "float32" if self.wide else "bf16 bits (uint16)"
+        want_array("block", block, _NUMPY_TYPE[self.dtype], "Hkv, block_rows, 2, D", shape, kind)
+        if len(self._blocks) == len(self._addresses):
+            self._addresses = np.concatenate([self._addresses, np.zeros_like(self._addresses)])
+        self._addresses[len(self._blocks)] = block.ctypes.data
+        self._blocks.append(block)
+
+    def drop_blocks(self, keep: int) -> None:
+        """Forget all blocks but the first `keep`."""
+        want_int("keep", keep, 0)
+        del self._blocks[keep:]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """A float32 copy [Hkv, stop − start, 2, D] of rows [start, stop)."""
+        parts = [np.zeros((self.kv_heads, 0, 2, self.head_dim), dtype=np.float32)]
+        while start < stop:
+            index, offset = divmod(start, self.block_rows)
+            step = min(self.block_rows - offset, stop - start)
+            parts.append(widen(self._blocks[index][:, offset : offset + step]))
+            start += step
+        return np.concatenate(parts, axis=1)
+
+
+def want_run(name: str, table: RowTable, start: int, stop: int) -> None:
+    """Require that rows [start, stop) lie in the table."""
+    if not isinstance(table, RowTable):
+        raise TypeError(f"{name}: want a RowTable, got {type(table).__name__}")
+    if not 0 <= start <= stop <= table.rows:
+        raise ValueError(f"{name}: want rows within [0, {table.rows}), got [{start}, {stop})")
