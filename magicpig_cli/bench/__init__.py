@@ -1,0 +1,1 @@
+"""Measuring decode: fills of a wanted length, timed steps, rows of figures. Nothing here prints."""

@@ -1,0 +1,110 @@
+"""Filling a context to a wanted length: prefilled text, or prefilled text whose rows are repeated.
+
+A real fill of a very long context takes hours on a CPU. A tiled one prefills what fits in a time limit and repeats
+those keys and values at fresh rotary positions, which keeps the geometry that sampling depends on. What a model
+generates after a tiled fill means nothing; only speed, sampled ratio and memory do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from magicpig_cli.cache.sequence import Sequence
+from magicpig_cli.engine.engine import Engine
+from magicpig_cli.model.rotary import RotaryShift
+
+FILL_LIMIT_S = 60.0  # a tiled fill prefills for at most this long; `auto` is real where that is enough
+_TILE_ROWS = 4096  # rows copied at a time
+
+
+@dataclass(frozen=True, slots=True)
+class BenchProgress:
+    """What is being done: `done` of `total` tokens, layers or steps."""
+
+    what: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """How a context came to its length."""
+
+    kind: str  # real | tiled
+    prefilled: int  # tokens
+    prefill_s: float
+    fresh_positions: bool  # tiled rows were rotated to the positions where they stand
+
+    @property
+    def prefill_tok_s(self) -> float:
+        return self.prefilled / self.prefill_s
+
+
+def natural_text() -> str:
+    """English prose and examples that every Python ships: the language's help topics."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def fill_ids(engine: Engine, length: int) -> list[int]:
+    """`length` token ids of natural text, from the start again where it ends."""
+    ids = engine.codec.encode_raw(natural_text())
+    return (ids * -(-length // len(ids)))[:length]
+
+
+def fill(engine: Engine, sequence: Sequence, length: int, kind: str) -> Generator[BenchProgress, None, Fill]:
+    """Bring an empty sequence to `length` tokens, yielding progress. kind: real, tiled or auto."""
+    ids = fill_ids(engine, length)
+    begin = time.perf_counter()
+    yield from _prefill(engine, sequence, ids, kind)
+    prefilled, prefill_s = sequence.length, time.perf_counter() - begin
+    if prefilled == length:
+        return Fill("real", prefilled, prefill_s, True)
+    shift = RotaryShift(engine.runner.model)
+    yield from _repeat(sequence, length, shift)
+    engine.runner.build_index(sequence)
+    return Fill("tiled", prefilled, prefill_s, shift.possible)
+
+
+def _prefill(engine: Engine, sequence: Sequence, ids: list[int], kind: str) -> Iterator[BenchProgress]:
+    """Prefill all of ids; for the other kinds than `real` only until the time limit or the model's own context."""
+    most = len(ids) if kind == "real" else min(len(ids), engine.shape.context)
+    begin = time.perf_counter()
+    while sequence.length < most:
+        part = ids[sequence.length : min(sequence.length + engine.plan.chunk, most)]
+        for _ in engine.runner.prefill(sequence, part):
+            yield BenchProgress("prefilling", sequence.length, len(ids))
+        spent = time.perf_counter() - begin
+        predicted = spent / sequence.length * len(ids)  # too low, as attention grows; the limit still holds
+        if (kind == "tiled" and spent > FILL_LIMIT_S) or (kind == "auto" and max(spent, predicted) > FILL_LIMIT_S):
+            return
+
+
+def _repeat(sequence: Sequence, length: int, shift: RotaryShift) -> Iterator[BenchProgress]:
+    """Extend every layer to `length` rows by repeating the rows it has, rotated to where they will stand."""
+    base = sequence.length
+    for number, layer in enumerate(sequence.layers):
+        source = torch.cat([piece.cpu() for _, piece in layer.pieces(at_most=_TILE_ROWS)], dim=1)
+        while layer.length < length:
+            turn, offset = divmod(layer.length, base)
+            rows = source[:, offset : min(base, offset + _TILE_ROWS, offset + length - layer.length)]
+            keys = shift.shift(rows[:, :, 0], by=turn * base)
+            layer.extend(torch.stack([keys, rows[:, :, 1]], dim=2).to(layer.window.rows.device))
+        yield BenchProgress("repeating rows", number + 1, len(sequence.layers))
+    sequence.commit((sequence.ids * -(-length // base))[base:length])
+
+
+def duplicate(engine: Engine, sequence: Sequence) -> Sequence:
+    """A second sequence with the same tokens in memory of its own."""
+    copy = engine.new_sequence()
+    for source, target in zip(sequence.layers, copy.layers, strict=True):
+        for _, piece in source.pieces(at_most=_TILE_ROWS):
+            target.extend(piece.to(target.window.rows.device))
+    copy.commit(list(sequence.ids))
+    engine.runner.build_index(copy)
+    return copy
