@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Lint, types, import contracts and tests. With --slow also every "must show" of the roadmap, on the demo model.
+# Further arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+select=(-m "not slow")
+if [ "${1:-}" = "--slow" ]; then
+  select=()
+  shift
+fi
+
+bash scripts/setup.sh --dev
+bin=.venv/bin
+export PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1
+
+$bin/ruff check .
+$bin/ruff format --check .
+$bin/mypy
+$bin/lint-imports
+exec $bin/python -m pytest "${select[@]}" "$@"
