@@ -1,0 +1,122 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
+"""Native kernels of one instruction set. Names and arguments are those of magicpig_cli/kernels/reference.py.
+
+This source is compiled once per tier; what differs is the header behind MAGICPIG_VEC. Arguments are trusted: the door
+(magicpig_cli/kernels) has checked them. Work is cut into items by row counts; threads take items, so that no result
+depends on how many threads there are.
+"""
+
+import numpy as np
+
+from cython.parallel cimport prange, threadid
+from libc.math cimport INFINITY, expf, logf, sqrtf
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdlib cimport free
+from libc.string cimport memcpy, memset
+
+
+cdef extern from *:
+    """
+    #define TIER_NAME MAGICPIG_TIER
+    """
+    const char* TIER_NAME
+
+
+cdef extern from "stdlib.h" nogil:
+    void* aligned_alloc(size_t alignment, size_t size)
+
+
+cdef extern from "cpu.h" nogil:
+    int cpu_has_avx2()
+    int cpu_has_avx512()
+    int cpu_has_neon()
+    int64_t now_ns()
+
+
+cdef extern from "rows.h" nogil:
+    enum: VW
+    enum: TILE
+    enum: MAX_PACKED
+    ctypedef const char* row_t
+    ctypedef struct rows_t:
+        const int64_t* blocks
+        int64_t block_rows
+        int64_t row_bytes
+        int32_t head_dim
+        int32_t wide
+    row_t row_at(const rows_t* rows, int64_t head, int64_t row)
+    void rows_from(const rows_t* rows, int64_t head, int64_t first, int n, row_t* out)
+    int packed_length(int head_dim)
+    void pack(const float* x, int head_dim, int wide, float* out)
+    void add_packed(const float* x, int head_dim, int wide, float factor, float* out)
+    void prefetch(const char* at, int64_t bytes)
+    void rows_dot(const float* x, const row_t* rows, int n, int head_dim, int wide,
+                  const row_t* ahead, int64_t skip, int64_t bytes, float* out)
+    void rows_distance(const float* x, const row_t* rows, int n, int head_dim, int wide,
+                       const row_t* ahead, int64_t skip, int64_t bytes, float* out)
+    void rows_add(const float* p, const row_t* rows, int n, int head_dim, int wide, float factor, float* total)
+    float packed_dot(const float* x, const float* y, int head_dim)
+
+
+cdef extern from "logits.h" nogil:
+    void logits_scale(float* dots, int n, float scale, float cap)
+    void logits_weights(const float* dots, const float* squares, int n, float q_mu, float q_norm,
+                        const float* table, int cells, float* out)
+    float softmax_step(float* logits, int n, float* top, float* total)
+
+
+cdef extern from "hash.h" nogil:
+    enum: HASH_ROWS
+    enum: HASH_TABLES
+    enum: HASH_BLOCK
+    int table_blocks(int tables)
+    void pack_projection_block(const float* matrix, int D, int K, int L, int block, float* out)
+    void hash_pack(const row_t* rows, int n, int D, int wide, float* out)
+    void hash_tables(const float* rows, int n, const float* panel, int D, int K, int tables, const float* bias,
+                     uint32_t* codes, float* raw)
+
+
+cdef extern from "retrieve.h" nogil:
+    enum: COUNTER_PASS
+    void count_ids(uint8_t* counters, const uint16_t* ids, int n)
+    void counters_clamp(uint8_t* counters, int64_t n)
+    uint64_t compare_codes(const uint16_t* codes, int64_t stride, int n, int L, const uint16_t* query)
+    uint64_t counters_take(uint8_t* counters)
+    int lowest_bit(uint64_t word)
+
+
+TIER = TIER_NAME.decode()
+
+
+def supported():
+    """Tiers that this CPU and operating system can run."""
+    tiers = ["portable"]
+    if cpu_has_neon():
+        tiers.append("neon")
+    if cpu_has_avx2():
+        tiers.append("avx2")
+    if cpu_has_avx512():
+        tiers.append("avx512")
+    return tiers
+
+
+cdef class Memory:
+    """Zeroed bytes for the time of a call, aligned to a cache line."""
+
+    cdef char* at
+
+    def __cinit__(self, int64_t size):
+        size = (size // 64 + 1) * 64
+        self.at = <char*>aligned_alloc(64, size)
+        if self.at == NULL:
+            raise MemoryError(f"no {size} bytes for intermediate results of attention")
+        memset(self.at, 0, size)
+
+    def __dealloc__(self):
+        free(self.at)
+
+
+include "hash.pxi"
+include "segment.pxi"
+include "attend.pxi"
+include "lsh.pxi"

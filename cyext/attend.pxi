@@ -1,0 +1,220 @@
+# Exact attention over runs of rows, and what the sampler shares with it: pieces, partial results and their merge.
+# A piece is at most PIECE_ROWS rows of one kv head, for all its query heads. Pieces are cut by row counts alone and
+# merged in order, so results do not depend on threads.
+
+cdef enum:
+    PIECE_ROWS = 4096  # 2 MB of bfloat16 rows at D = 128: a merge costs little, and 16 threads find work at 16k rows
+
+
+cdef struct Shape:
+    int64_t B
+    int H         # query heads of a sequence
+    int Hkv
+    int G         # query heads of a kv head
+    int D
+    int packed    # floats of a packed vector
+    float scale
+    float cap     # 0 = none
+
+
+cdef struct Part:  # a segment or a tail of one sequence: see lsh.pxi
+    const rows_t* rows
+    const float* mu            # [Hkv][D]
+    int64_t b
+    int64_t start              # first row
+    int64_t n
+    int64_t words              # of bits per query head
+    uint64_t* bits             # [H][words]
+    const uint16_t* offsets    # segment: [Hkv][L][buckets + 1]
+    const uint16_t* ids        # segment: [Hkv][L][n]
+    const uint16_t* codes      # tail: [Hkv][L][capacity]; NULL for a segment
+    int64_t buckets
+    int64_t capacity
+
+
+cdef struct Piece:
+    const rows_t* rows
+    int64_t b
+    int64_t kv_head
+    int64_t start  # rows [start, stop); for the sampler, relative to the part
+    int64_t stop
+    const Part* part
+
+
+cdef struct Partial:
+    Piece* pieces
+    int64_t* first    # [B·Hkv + 1] first piece of each sequence and kv head
+    float* out        # [piece][G][packed], not normalised
+    float* top        # [piece][G] highest logit
+    float* total      # [piece][G] Σ exp(logit − top)
+    int64_t* sampled  # [piece][G]
+
+
+cdef Shape _shape(const float[:, :, ::1] q, tables, float scale, float cap):
+    cdef Shape shape
+    shape.B, shape.H, shape.D = q.shape[0], q.shape[1], q.shape[2]
+    shape.Hkv = tables[0].kv_heads if tables else shape.H
+    shape.G, shape.packed = shape.H // shape.Hkv, packed_length(shape.D)
+    shape.scale, shape.cap = scale, cap
+    return shape
+
+
+cdef class Tables:
+    """Addresses and shapes of row tables, for the kernels."""
+
+    cdef Memory memory
+    cdef list held
+
+    def __cinit__(self, tables):
+        cdef const int64_t[::1] addresses
+        cdef rows_t* rows
+        self.memory, self.held = Memory(len(tables) * sizeof(rows_t)), []
+        for i, table in enumerate(tables):
+            held = table.addresses
+            addresses = held
+            self.held.append(held)
+            rows = <rows_t*>self.memory.at + <int64_t>i
+            rows.blocks = &addresses[0] if addresses.shape[0] else NULL
+            rows.block_rows, rows.head_dim, rows.wide = table.block_rows, table.head_dim, table.wide
+            rows.row_bytes = 2 * rows.head_dim * (4 if rows.wide else 2)
+
+    cdef const rows_t* of(self, int64_t i) noexcept:
+        return <const rows_t*>self.memory.at + i
+
+
+cdef Memory _packed_queries(const float[:, :, ::1] q, tables):
+    """float32 [2][B·H][packed]: packed for bfloat16 rows, then for float32 rows; what no table needs is zero."""
+    cdef int64_t i, count = q.shape[0] * q.shape[1]
+    cdef int D = q.shape[2], wide
+    memory = Memory(2 * count * packed_length(D) * sizeof(float))
+    for wide in {table.wide for table in tables}:
+        for i in range(count):
+            pack(&q[0, 0, 0] + i * D, D, wide, <float*>memory.at + (wide * count + i) * packed_length(D))
+    return memory
+
+
+cdef class Partials:
+    """Room for pieces and their results."""
+
+    cdef Partial view
+    cdef list held
+
+    def __cinit__(self, int64_t pieces, int64_t groups, int G, int packed):
+        cdef Memory a = Memory(pieces * sizeof(Piece)), b = Memory((groups + 1) * sizeof(int64_t))
+        cdef Memory c = Memory(pieces * G * packed * sizeof(float)), d = Memory(pieces * G * sizeof(float))
+        cdef Memory e = Memory(pieces * G * sizeof(float)), f = Memory(pieces * G * sizeof(int64_t))
+        self.view.pieces, self.view.first, self.view.out = <Piece*>a.at, <int64_t*>b.at, <float*>c.at
+        self.view.top, self.view.total, self.view.sampled = <float*>d.at, <float*>e.at, <int64_t*>f.at
+        self.held = [a, b, c, d, e, f]
+
+
+cdef int64_t _cut(const rows_t* rows, int64_t b, int64_t kv_head, int64_t start, int64_t stop, const Part* part,
+                  Piece* pieces) noexcept nogil:
+    """Cut rows [start, stop) into pieces; returns how many. Only counts if `pieces` is NULL."""
+    cdef int64_t count = (stop - start + PIECE_ROWS - 1) // PIECE_ROWS, i
+    if pieces != NULL:
+        for i in range(count):
+            pieces[i].rows, pieces[i].b, pieces[i].kv_head, pieces[i].part = rows, b, kv_head, part
+            pieces[i].start = start + i * PIECE_ROWS
+            pieces[i].stop = min(stop, start + (i + 1) * PIECE_ROWS)
+    return count
+
+
+def exact_attend(const float[:, :, ::1] q, runs, float scale, float softcap, int threads):
+    """Output float32 [B, H, D], LSE float32 [B, H] and nanoseconds."""
+    cdef int64_t began = now_ns(), count = 0, item, start, stop, i, h, b
+    flat = [run for of_sequence in runs for run in of_sequence]
+    tables = [run[0] for run in flat]
+    cdef Shape shape = _shape(q, tables, scale, softcap)
+    cdef Tables sources = Tables(tables)
+    cdef Memory queries = _packed_queries(q, tables)
+    for _, start, stop in flat:
+        count += shape.Hkv * _cut(NULL, 0, 0, start, stop, NULL, NULL)
+    cdef Partials partials = Partials(count, shape.B * shape.Hkv, shape.G, shape.packed)
+    cdef Partial* view = &partials.view
+    count, i = 0, 0
+    for b, of_sequence in enumerate(runs):
+        for h in range(shape.Hkv):
+            view.first[b * shape.Hkv + h] = count
+            for j, (_, start, stop) in enumerate(of_sequence):
+                count += _cut(sources.of(i + <int64_t>j), b, h, start, stop, NULL, view.pieces + count)
+        i += len(of_sequence)
+    view.first[shape.B * shape.Hkv] = count
+    for item in prange(count, nogil=True, schedule="dynamic", num_threads=threads):
+        _attend_run(&view.pieces[item], &shape, <const float*>queries.at, view.out + item * shape.G * shape.packed,
+                    view.top + item * shape.G, view.total + item * shape.G)
+    out, lse, _ = _merge(view, &shape, threads)
+    return out, lse, now_ns() - began
+
+
+cdef void _attend_run(const Piece* piece, const Shape* shape, const float* queries, float* out, float* top,
+                      float* total) noexcept nogil:
+    """All rows of the piece, tile by tile; the next tile is prefetched while the first query head works."""
+    cdef const rows_t* rows = piece.rows
+    cdef const float* q = queries + ((rows.wide * shape.B + piece.b) * shape.H + piece.kv_head * shape.G) * shape.packed
+    cdef row_t tile[2][TILE]
+    cdef float weights[TILE]
+    cdef int64_t at = piece.start
+    cdef int n = <int>min(<int64_t>TILE, piece.stop - at), ahead, g, now = 0, i
+    rows_from(rows, piece.kv_head, at, n, tile[0])
+    for g in range(shape.G):
+        top[g] = -INFINITY
+    while n > 0:
+        at = at + n
+        ahead = <int>min(<int64_t>TILE, piece.stop - at)
+        rows_from(rows, piece.kv_head, at, ahead, tile[1 - now])
+        for i in range(max(ahead, 0), n):
+            tile[1 - now][i] = tile[now][i]
+        for g in range(shape.G):
+            rows_dot(q + g * shape.packed, tile[now], n, shape.D, rows.wide, tile[1 - now] if g == 0 else NULL, 0,
+                     rows.row_bytes, weights)
+            _accumulate(weights, NULL, tile[now], n, rows, shape, out + g * shape.packed, top + g, total + g)
+        n, now = ahead, 1 - now
+
+
+cdef inline void _accumulate(float* dots, const float* extra, const row_t* tile, int n, const rows_t* rows,
+                             const Shape* shape, float* out, float* top, float* total) noexcept nogil:
+    """dots = q·k of n rows → their part of the online softmax; `extra` is added to the logits."""
+    cdef int r
+    cdef float factor
+    logits_scale(dots, n, shape.scale, shape.cap)
+    if extra != NULL:
+        for r in range(n):
+            dots[r] += extra[r]
+    factor = softmax_step(dots, n, top, total)
+    rows_add(dots, tile, n, shape.D, rows.wide, factor, out)
+
+
+cdef tuple _merge(const Partial* view, const Shape* shape, int threads):
+    """Output float32 [B, H, D], LSE float32 [B, H], sampled int64 [B, H]."""
+    cdef int64_t item, heads = shape.B * shape.H
+    all_out = np.zeros((shape.B, shape.H, shape.D), dtype=np.float32)
+    all_lse = np.full((shape.B, shape.H), -np.inf, dtype=np.float32)
+    all_sampled = np.zeros((shape.B, shape.H), dtype=np.int64)
+    cdef float[:, :, ::1] out = all_out
+    cdef float[:, ::1] lse = all_lse
+    cdef int64_t[:, ::1] sampled = all_sampled
+    for item in prange(heads, nogil=True, schedule="static", num_threads=threads):
+        _merge_head(view, shape, item, &out[0, 0, 0] + item * shape.D, &lse[0, 0] + item, &sampled[0, 0] + item)
+    return all_out, all_lse, all_sampled
+
+
+cdef void _merge_head(const Partial* view, const Shape* shape, int64_t item, float* out, float* lse,
+                      int64_t* sampled) noexcept nogil:
+    cdef int64_t group = item // shape.G, g = item % shape.G, i, at
+    cdef float top = -INFINITY, total = 0, weight
+    cdef int d
+    for i in range(view.first[group], view.first[group + 1]):
+        top = max(top, view.top[i * shape.G + g])
+        sampled[0] += view.sampled[i * shape.G + g]
+    if top == -INFINITY:
+        return
+    for i in range(view.first[group], view.first[group + 1]):
+        at = i * shape.G + g
+        weight = expf(view.top[at] - top)
+        total += weight * view.total[at]
+        if weight > 0:
+            add_packed(view.out + at * shape.packed, shape.D, view.pieces[i].rows.wide, weight, out)
+    for d in range(shape.D):
+        out[d] /= total
+    lse[0] = top + logf(total)

@@ -1,0 +1,276 @@
+# Attention estimated from sampled rows (paper section 4.1): retrieve → attend → merge, three stages of one call.
+# A part is a segment or a tail of one sequence. Retrieval leaves one bit per row and query head; attention walks the
+# rows that any head of a group has sampled, so a row that several heads share is read once.
+
+
+cdef struct Lists:  # where the ids of the L buckets of one query stand; scratch of a thread
+    const uint16_t** ids
+    int* sizes
+    uint8_t* counters
+
+
+cdef class Parts:
+    """All segments and tails of a call, and room for the bits of their rows."""
+
+    cdef Part* at
+    cdef int64_t count
+    cdef int64_t longest
+    cdef list held
+    cdef list first  # first part of each sequence, and the end
+
+    def __cinit__(self, groups, Tables sources, int H):
+        cdef int64_t b
+        self.count = sum(len(group.segments) + (group.tail is not None) for group in groups)
+        memory = Memory(self.count * sizeof(Part))
+        self.held, self.first, self.longest = [memory], [], 0
+        self.at = <Part*>memory.at
+        self.count = 0
+        for b, group in enumerate(groups):
+            self.first.append(self.count)
+            for segment in group.segments:
+                self._add(b, group, sources.of(b), segment.start, segment.n, H).buckets = 1 << <int>segment.K
+                self._set_segment(segment.offsets, segment.ids)
+            if group.tail is not None:
+                self._add(b, group, sources.of(b), group.tail.start, group.tail.n, H)
+                self._set_tail(group.tail.codes)
+        self.first.append(self.count)
+
+    cdef Part* _add(self, int64_t b, group, const rows_t* rows, int64_t start, int64_t n, int H):
+        cdef Part* part = self.at + self.count
+        cdef const float[:, ::1] mu = group.mu
+        part.b, part.rows, part.start, part.n, part.words = b, rows, start, n, (n + 63) // 64
+        cdef Memory bits = Memory(part.words * H * sizeof(uint64_t))
+        part.bits, part.mu = <uint64_t*>bits.at, &mu[0, 0]
+        self.held.append((bits, group.mu))
+        self.longest = max(self.longest, n)
+        self.count += 1
+        return part
+
+    cdef void _set_segment(self, const uint16_t[:, :, ::1] offsets, const uint16_t[:, :, ::1] ids):
+        cdef Part* part = self.at + self.count - 1
+        part.offsets, part.ids = &offsets[0, 0, 0], &ids[0, 0, 0]
+
+    cdef void _set_tail(self, const uint16_t[:, :, ::1] codes):
+        cdef Part* part = self.at + self.count - 1
+        part.codes, part.capacity = &codes[0, 0, 0], codes.shape[2]
+
+
+cdef void _retrieve_all(Parts parts, const uint16_t[:, :, ::1] codes, int Hkv, int threads, int64_t* times):
+    """Fill the bits of every part. Items are (part, kv head)."""
+    cdef int64_t items = parts.count * Hkv, item, began, lists_bytes
+    cdef int H = codes.shape[1], L = codes.shape[2], thread
+    # ids, sizes, counters: each starts on its own cache line
+    cdef int64_t pointers = (L * 8 // 64 + 1) * 64, numbers = (L * 4 // 64 + 1) * 64
+    lists_bytes = pointers + numbers + (parts.longest // 64 + 1) * 64
+    cdef Memory scratch = Memory(threads * lists_bytes)
+    for item in prange(items, nogil=True, schedule="dynamic", num_threads=threads):
+        thread = threadid()
+        began = now_ns()
+        _retrieve(parts.at + item // Hkv, item % Hkv, H // Hkv, L, &codes[0, 0, 0] + parts.at[item // Hkv].b * H * L,
+                  scratch.at + thread * lists_bytes, pointers, numbers)
+        times[thread * 8] += now_ns() - began
+
+
+cdef void _retrieve(const Part* part, int64_t kv_head, int G, int L, const uint16_t* codes, char* scratch,
+                    int64_t pointers, int64_t numbers) noexcept nogil:
+    cdef Lists lists
+    cdef int64_t g, head, word
+    cdef const uint16_t* tail = part.codes + kv_head * L * part.capacity
+    lists.ids, lists.sizes = <const uint16_t**>scratch, <int*>(scratch + pointers)
+    lists.counters = <uint8_t*>(scratch + pointers + numbers)
+    if part.codes == NULL:
+        _prefetch_offsets(part, kv_head, G, L, codes + kv_head * G * L)
+    for g in range(G):
+        head = kv_head * G + g
+        if part.codes == NULL:
+            _count_hits(part, kv_head, L, codes + head * L, &lists)
+        for word in range(part.words):
+            if part.codes == NULL:
+                part.bits[head * part.words + word] = counters_take(lists.counters + 64 * word)
+            else:
+                part.bits[head * part.words + word] = compare_codes(
+                    tail + 64 * word, part.capacity, <int>min(<int64_t>64, part.n - 64 * word), L, codes + head * L)
+
+
+cdef void _prefetch_offsets(const Part* part, int64_t kv_head, int G, int L, const uint16_t* codes) noexcept nogil:
+    """The cells that a group will look up, table by table: they are scattered, one line each."""
+    cdef const uint16_t* table = part.offsets + kv_head * L * (part.buckets + 1)
+    cdef int64_t l, g
+    for l in range(L):
+        for g in range(G):
+            prefetch(<const char*>(table + codes[g * L + l]), 1)
+        table = table + part.buckets + 1
+
+
+cdef void _count_hits(const Part* part, int64_t kv_head, int L, const uint16_t* codes, Lists* lists) noexcept nogil:
+    """counters[row] = tables in which the row shares the query's bucket (exact up to 2, then at least 2)."""
+    cdef int64_t l, cell
+    for l in range(L):
+        cell = (kv_head * L + l) * (part.buckets + 1) + codes[l]
+        lists.ids[l] = part.ids + (kv_head * L + l) * part.n + part.offsets[cell]
+        lists.sizes[l] = part.offsets[cell + 1] - part.offsets[cell]
+        prefetch(<const char*>lists.ids[l], 1)
+    for l in range(L):
+        if l > 0 and l % COUNTER_PASS == 0:
+            counters_clamp(lists.counters, part.n)
+        if l + 8 < L:
+            prefetch(<const char*>lists.ids[l + 8], 2 * lists.sizes[l + 8])
+        count_ids(lists.counters, lists.ids[l], lists.sizes[l])
+
+
+cdef struct Scan:  # walks the rows that any of G query heads has sampled, in order
+    const uint64_t* bits  # [G][words]
+    int64_t words
+    int G
+    int64_t word
+    int64_t end
+    uint64_t left         # rows of the current word that are still to come
+
+
+cdef int _next_tile(Scan* scan, int64_t* rows) noexcept nogil:
+    """Up to TILE further rows, relative to the part; returns how many."""
+    cdef int n = 0, g
+    while n < TILE:
+        while scan.left == 0:
+            scan.word += 1
+            if scan.word >= scan.end:
+                return n
+            for g in range(scan.G):
+                scan.left |= scan.bits[g * scan.words + scan.word]
+        rows[n] = scan.word * 64 + lowest_bit(scan.left)
+        scan.left &= scan.left - 1
+        n = n + 1
+    return n
+
+
+cdef void _attend_sampled(const Piece* piece, const Shape* shape, const float* queries, const float* table, int cells,
+                          float* out, float* top, float* total, int64_t* sampled) noexcept nogil:
+    """The sampled rows of the piece. V of a tile is prefetched during its norms, K of the next one by and by."""
+    cdef const Part* part = piece.part
+    cdef const rows_t* rows = piece.rows
+    cdef const float* q = queries + ((rows.wide * shape.B + piece.b) * shape.H + piece.kv_head * shape.G) * shape.packed
+    cdef Scan scan
+    cdef int64_t ids[2][TILE]
+    cdef row_t tile[2][TILE]
+    cdef float squares[TILE]
+    cdef float mu[MAX_PACKED]
+    cdef int n, ahead, g, r, now = 0
+    cdef int64_t key_bytes = rows.row_bytes // 2
+    scan.bits, scan.words = part.bits + piece.kv_head * shape.G * part.words, part.words
+    scan.G, scan.left, scan.word, scan.end = shape.G, 0, piece.start // 64 - 1, (piece.stop + 63) // 64
+    for g in range(shape.G):
+        top[g] = -INFINITY
+    n = _next_tile(&scan, ids[0])
+    if n == 0:
+        return
+    pack(part.mu + piece.kv_head * shape.D, shape.D, rows.wide, mu)
+    for r in range(n):
+        tile[0][r] = row_at(rows, piece.kv_head, part.start + ids[0][r])
+        prefetch(tile[0][r], key_bytes)
+    while n > 0:
+        ahead = _next_tile(&scan, ids[1 - now])
+        for r in range(ahead):
+            tile[1 - now][r] = row_at(rows, piece.kv_head, part.start + ids[1 - now][r])
+        rows_distance(mu, tile[now], n, shape.D, rows.wide, tile[now], key_bytes, key_bytes, squares)
+        for g in range(shape.G):
+            for r in range(g * ahead // shape.G, (g + 1) * ahead // shape.G):
+                prefetch(tile[1 - now][r], key_bytes)
+            sampled[g] += _attend_head(scan.bits + g * part.words, ids[now], tile[now], squares, n, mu,
+                                       q + g * shape.packed, rows, shape, table, cells, out + g * shape.packed,
+                                       top + g, total + g)
+        n, now = ahead, 1 - now
+
+
+cdef int _attend_head(const uint64_t* bits, const int64_t* ids, const row_t* tile, const float* squares, int n,
+                      const float* mu, const float* q, const rows_t* rows, const Shape* shape, const float* table,
+                      int cells, float* out, float* top, float* total) noexcept nogil:
+    """The rows of a tile that this query head has sampled; returns how many."""
+    cdef row_t own[TILE]
+    cdef float dots[TILE]
+    cdef float extra[TILE]
+    cdef float own_squares[TILE]
+    cdef int r, count = 0
+    for r in range(n):
+        own[count], own_squares[count] = tile[r], squares[r]
+        count = count + <int>(bits[ids[r] >> 6] >> (ids[r] & 63) & 1)
+    if count == 0:
+        return 0
+    rows_dot(q, own, count, shape.D, rows.wide, NULL, 0, 0, dots)
+    logits_weights(dots, own_squares, count, packed_dot(q, mu, shape.D), sqrtf(packed_dot(q, q, shape.D)), table,
+                   cells, extra)
+    _accumulate(dots, extra, own, count, rows, shape, out, top, total)
+    return count
+
+
+cdef int64_t _sampled_pieces(Parts parts, const Shape* shape, Piece* pieces, int64_t* first):
+    """Pieces by sequence, kv head, part and rows; only counted if `pieces` is NULL."""
+    cdef int64_t count = 0, b, h, p
+    cdef const Part* part
+    for b in range(shape.B):
+        for h in range(shape.Hkv):
+            if first != NULL:
+                first[b * shape.Hkv + h] = count
+            for p in range(parts.first[b], parts.first[b + 1]):
+                part = parts.at + p
+                count += _cut(part.rows, b, h, 0, part.n, part, pieces + count if pieces != NULL else NULL)
+    return count
+
+
+def lsh_attend(const float[:, :, ::1] q, const uint16_t[:, :, ::1] codes, groups, const float[::1] weights,
+               float scale, float softcap, int threads):
+    """Output float32 [B, H, D], LSE float32 [B, H], sampled int64 [B, H], ns of retrieve, attend, merge, and of all."""
+    cdef int64_t began = now_ns(), started, item, count
+    cdef int thread, cells = weights.shape[0] - 1
+    tables = [group.table for group in groups]
+    cdef Shape shape = _shape(q, tables, scale, softcap)
+    cdef Tables sources = Tables(tables)
+    cdef Memory queries = _packed_queries(q, tables)
+    cdef Memory times_memory = Memory(threads * 64)
+    cdef int64_t* times = <int64_t*>times_memory.at
+    cdef Parts parts = Parts(groups, sources, shape.H)
+    _retrieve_all(parts, codes, shape.Hkv, threads, times)
+
+    count = _sampled_pieces(parts, &shape, NULL, NULL)
+    cdef Partials partials = Partials(count, shape.B * shape.Hkv, shape.G, shape.packed)
+    cdef Partial* view = &partials.view
+    view.first[shape.B * shape.Hkv] = _sampled_pieces(parts, &shape, view.pieces, view.first)
+    for item in prange(count, nogil=True, schedule="dynamic", num_threads=threads):
+        thread = threadid()
+        started = now_ns()
+        _attend_sampled(&view.pieces[item], &shape, <const float*>queries.at, &weights[0], cells,
+                        view.out + item * shape.G * shape.packed, view.top + item * shape.G,
+                        view.total + item * shape.G, view.sampled + item * shape.G)
+        times[thread * 8 + 1] += now_ns() - started
+
+    started = now_ns()
+    out, lse, sampled = _merge(view, &shape, threads)
+    stages = (sum([times[8 * i] for i in range(threads)]), sum([times[8 * i + 1] for i in range(threads)]),
+              now_ns() - started)
+    return out, lse, sampled, stages, now_ns() - began
+
+
+def lsh_sample(const uint16_t[:, :, ::1] codes, groups, int threads):
+    """Sampled rows of every sequence and query head: int64, ascending."""
+    tables = [group.table for group in groups]
+    cdef Tables sources = Tables(tables)
+    cdef int H = codes.shape[1], Hkv = tables[0].kv_heads if tables else H
+    cdef Memory times = Memory(threads * 64)
+    cdef Parts parts = Parts(groups, sources, H)
+    cdef int64_t b, h, p, word
+    cdef uint64_t left
+    cdef const Part* part
+    _retrieve_all(parts, codes, Hkv, threads, <int64_t*>times.at)
+    result = []
+    for b in range(codes.shape[0]):
+        result.append([])
+        for h in range(H):
+            rows = []
+            for p in range(parts.first[b], parts.first[b + 1]):
+                part = parts.at + p
+                for word in range(part.words):
+                    left = part.bits[h * part.words + word]
+                    while left:
+                        rows.append(part.start + 64 * word + lowest_bit(left))
+                        left &= left - 1
+            result[b].append(np.array(rows, dtype=np.int64))
+    return result

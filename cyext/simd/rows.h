@@ -1,0 +1,173 @@
+/* Stored rows and what is done with tiles of them: dot products, distances, weighted sums.
+ *
+ * A vector that meets rows (query, mean, accumulator) is "packed" for the row type: chunks of 2·VW elements, padded
+ * with zeros. float32 rows keep their order; a chunk of bfloat16 rows has its even elements first, then its odd ones,
+ * which is how the registers come out of the decoding. Every row is summed in the same order wherever it stands. */
+#pragma once
+#include MAGICPIG_VEC
+#include <stdint.h>
+#include <string.h>
+
+#define TILE 32 /* rows at once: K and V of a tile stay in the L1 cache up to 512-byte rows */
+#define CHUNK (2 * VW)
+#define MAX_PACKED 512 /* floats of the longest packed vector: head dims end at 512 */
+
+typedef const char *row_t; /* address of K of one row; V follows D elements later */
+
+typedef struct {
+    const int64_t *blocks; /* addresses */
+    int64_t block_rows;
+    int64_t row_bytes;
+    int32_t head_dim;
+    int32_t wide; /* float32, otherwise bfloat16 */
+} rows_t;
+
+static inline row_t row_at(const rows_t *rows, int64_t head, int64_t row) {
+    uint32_t block = (uint32_t)row / (uint32_t)rows->block_rows; /* 32-bit division: 3 times faster */
+    int64_t within = row - block * rows->block_rows;
+    return (row_t)(intptr_t)rows->blocks[block] + (head * rows->block_rows + within) * rows->row_bytes;
+}
+
+/* Addresses of n consecutive rows. */
+static inline void rows_from(const rows_t *rows, int64_t head, int64_t first, int n, row_t *out) {
+    for (int done = 0; done < n;) {
+        int64_t left = rows->block_rows - (first + done) % rows->block_rows;
+        row_t at = row_at(rows, head, first + done);
+        for (; left > 0 && done < n; left--, at += rows->row_bytes) out[done++] = at;
+    }
+}
+
+static inline int packed_length(int head_dim) { return (head_dim + CHUNK - 1) / CHUNK * CHUNK; }
+
+/* x → packed. */
+static inline void pack(const float *x, int head_dim, int wide, float *out) {
+    int length = packed_length(head_dim), d = 0;
+    for (; d < length; d++) out[d] = 0;
+    if (wide) {
+        memcpy(out, x, sizeof(float) * (size_t)head_dim);
+        return;
+    }
+    for (d = 0; d + CHUNK <= head_dim; d += CHUNK)
+        for (int i = 0; i < VW; i++) out[d + i] = x[d + 2 * i], out[d + VW + i] = x[d + 2 * i + 1];
+    for (int i = 0; d + i < head_dim; i++) out[d + i % 2 * VW + i / 2] = x[d + i];
+}
+
+/* out += factor·x, x packed. */
+static inline void add_packed(const float *x, int head_dim, int wide, float factor, float *out) {
+    int d = 0;
+    if (wide) {
+        for (; d < head_dim; d++) out[d] += factor * x[d];
+        return;
+    }
+    for (; d + CHUNK <= head_dim; d += CHUNK)
+        for (int i = 0; i < VW; i++) {
+            out[d + 2 * i] += factor * x[d + i];
+            out[d + 2 * i + 1] += factor * x[d + VW + i];
+        }
+    for (int i = 0; d + i < head_dim; i++) out[d + i] += factor * x[d + i % 2 * VW + i / 2];
+}
+
+static inline __attribute__((always_inline)) void load_chunk(const char *at, int left, int wide, vf *a, vf *b) {
+    if (left >= CHUNK) {
+        if (wide) {
+            *a = vf_load((const float *)at);
+            *b = vf_load((const float *)at + VW);
+        } else {
+            vf_load_bf16((const uint16_t *)at, a, b);
+        }
+    } else { /* the end of a row: what lies behind it must not be touched, it may not be a number */
+        char buffer[CHUNK * 4] = {0};
+        memcpy(buffer, at, (size_t)(left & (CHUNK - 1)) * (wide ? 4 : 2));
+        load_chunk(buffer, CHUNK, wide, a, b);
+    }
+}
+
+static inline void prefetch(const char *at, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i);
+}
+
+/* out[r] = Σ_d (row_r[d] − centre[d])², or Σ_d row_r[d]·x[d], for n ≤ TILE rows; out has room for TILE floats. While
+ * at it, `bytes` of memory at ahead[r] + skip are prefetched, if ahead is given. */
+static inline __attribute__((always_inline)) void rows_sums(const float *x, const row_t *rows, int n, int head_dim,
+        int wide, int distance, const row_t *ahead, int64_t skip, int64_t bytes, float *out) {
+    const int width = wide ? 4 : 2;
+    for (int r = 0; r < n; r += 4) {
+        row_t at[4];
+        vf even[4], odd[4];
+        for (int i = 0; i < 4; i++) {
+            at[i] = rows[r + i < n ? r + i : n - 1];
+            even[i] = odd[i] = vf_set1(0);
+            if (ahead) prefetch(ahead[r + i < n ? r + i : n - 1] + skip, bytes);
+        }
+        for (int d = 0; d < head_dim; d += CHUNK) {
+            vf xa = vf_load(x + d), xb = vf_load(x + d + VW);
+            for (int i = 0; i < 4; i++) {
+                vf a, b;
+                load_chunk(at[i] + (int64_t)d * width, head_dim - d, wide, &a, &b);
+                if (distance) {
+                    a = vf_sub(a, xa), b = vf_sub(b, xb);
+                    even[i] = vf_fma(a, a, even[i]), odd[i] = vf_fma(b, b, odd[i]);
+                } else {
+                    even[i] = vf_fma(a, xa, even[i]), odd[i] = vf_fma(b, xb, odd[i]);
+                }
+            }
+        }
+        for (int i = 0; i < 4; i++) even[i] = vf_add(even[i], odd[i]);
+        vf_sum4(even[0], even[1], even[2], even[3], out + r);
+    }
+}
+
+static inline void rows_dot(const float *x, const row_t *rows, int n, int head_dim, int wide, const row_t *ahead,
+        int64_t skip, int64_t bytes, float *out) {
+    if (wide) rows_sums(x, rows, n, head_dim, 1, 0, ahead, skip, bytes, out);
+    else rows_sums(x, rows, n, head_dim, 0, 0, ahead, skip, bytes, out);
+}
+
+static inline void rows_distance(const float *x, const row_t *rows, int n, int head_dim, int wide, const row_t *ahead,
+        int64_t skip, int64_t bytes, float *out) {
+    if (wide) rows_sums(x, rows, n, head_dim, 1, 1, ahead, skip, bytes, out);
+    else rows_sums(x, rows, n, head_dim, 0, 1, ahead, skip, bytes, out);
+}
+
+/* sum[chunks from d] = factor·sum + Σ_r p[r]·V_r, `count` chunks held in registers. */
+static inline __attribute__((always_inline)) void add_chunks(const float *p, const row_t *rows, int n, int head_dim,
+        int wide, int d, int count, float factor, float *sum) {
+    const int width = wide ? 4 : 2;
+    const int64_t value = (int64_t)head_dim * width + (int64_t)d * width;
+    vf acc[8];
+    for (int c = 0; c < 2 * count; c++) acc[c] = vf_mul(vf_set1(factor), vf_load(sum + d + c * VW));
+    for (int r = 0; r < n; r++) {
+        vf weight = vf_set1(p[r]);
+        for (int c = 0; c < count; c++) {
+            vf a, b;
+            load_chunk(rows[r] + value + (int64_t)c * CHUNK * width, head_dim - d - c * CHUNK, wide, &a, &b);
+            acc[2 * c] = vf_fma(weight, a, acc[2 * c]);
+            acc[2 * c + 1] = vf_fma(weight, b, acc[2 * c + 1]);
+        }
+    }
+    for (int c = 0; c < 2 * count; c++) vf_store(sum + d + c * VW, acc[c]);
+}
+
+static inline __attribute__((always_inline)) void rows_add_typed(const float *p, const row_t *rows, int n,
+        int head_dim, int wide, float factor, float *sum) {
+    int d = 0;
+    for (; d + 4 * CHUNK <= head_dim; d += 4 * CHUNK) add_chunks(p, rows, n, head_dim, wide, d, 4, factor, sum);
+    for (; d + 2 * CHUNK <= head_dim; d += 2 * CHUNK) add_chunks(p, rows, n, head_dim, wide, d, 2, factor, sum);
+    for (; d < head_dim; d += CHUNK) add_chunks(p, rows, n, head_dim, wide, d, 1, factor, sum);
+}
+
+/* sum = factor·sum + Σ_r p[r]·V_r; sum is packed. */
+static inline void rows_add(const float *p, const row_t *rows, int n, int head_dim, int wide, float factor,
+        float *sum) {
+    if (wide) rows_add_typed(p, rows, n, head_dim, 1, factor, sum);
+    else rows_add_typed(p, rows, n, head_dim, 0, factor, sum);
+}
+
+/* Σ x·y of packed vectors. */
+static inline float packed_dot(const float *x, const float *y, int head_dim) {
+    float out[4];
+    vf sum = vf_set1(0);
+    for (int d = 0; d < packed_length(head_dim); d += VW) sum = vf_fma(vf_load(x + d), vf_load(y + d), sum);
+    vf_sum4(sum, sum, sum, sum, out);
+    return out[0];
+}

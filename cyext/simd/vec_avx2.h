@@ -1,0 +1,50 @@
+/* Vectors of 8 floats: AVX2 and FMA. The functions are described in vec_portable.h. */
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+
+#define VW 8
+#define HASH_ROWS 4 /* 12 accumulators, 3 panel vectors and a broadcast fill the 16 registers */
+#define HASH_TABLES 3
+
+typedef __m256 vf;
+
+static inline vf vf_load(const float *p) { return _mm256_loadu_ps(p); }
+static inline void vf_store(float *p, vf v) { _mm256_storeu_ps(p, v); }
+static inline vf vf_set1(float x) { return _mm256_set1_ps(x); }
+static inline vf vf_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+static inline vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+static inline vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+static inline vf vf_div(vf a, vf b) { return _mm256_div_ps(a, b); }
+static inline vf vf_sqrt(vf a) { return _mm256_sqrt_ps(a); }
+static inline vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+static inline vf vf_gt(vf a, vf b, vf x, vf y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
+static inline void vf_or_gt(uint32_t *codes, vf a, vf b, int k) {
+    __m256i bit = _mm256_and_si256(_mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_GT_OQ)), _mm256_set1_epi32(1 << k));
+    __m256i *at = (__m256i *)codes;
+    _mm256_storeu_si256(at, _mm256_or_si256(_mm256_loadu_si256(at), bit));
+}
+static inline vf vf_ldexp(vf y, vf t) {
+    __m256i n = _mm256_slli_epi32(_mm256_castps_si256(t), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(y), n));
+}
+static inline void vf_load_bf16(const uint16_t *p, vf *even, vf *odd) {
+    __m256i v = _mm256_loadu_si256((const __m256i *)p);
+    *even = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
+    *odd = _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32((int)0xffff0000u)));
+}
+static inline void vf_sum4(vf a, vf b, vf c, vf d, float *out) {
+    vf sums = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+}
+
+static inline uint64_t counters_take(uint8_t *counters) {
+    const __m256i two = _mm256_set1_epi8(2);
+    __m256i *at = (__m256i *)counters;
+    __m256i low = _mm256_loadu_si256(at), high = _mm256_loadu_si256(at + 1);
+    _mm256_storeu_si256(at, _mm256_setzero_si256());
+    _mm256_storeu_si256(at + 1, _mm256_setzero_si256());
+    uint32_t a = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(low, two), low));
+    uint32_t b = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(high, two), high));
+    return a | (uint64_t)b << 32;
+}

@@ -1,0 +1,49 @@
+/* Vectors of 16 floats: AVX-512 F, BW, VL and DQ. The functions are described in vec_portable.h. */
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+
+#define VW 16
+#define HASH_ROWS 8 /* 24 accumulators of 32 registers */
+#define HASH_TABLES 3
+
+typedef __m512 vf;
+
+static inline vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
+static inline void vf_store(float *p, vf v) { _mm512_storeu_ps(p, v); }
+static inline vf vf_set1(float x) { return _mm512_set1_ps(x); }
+static inline vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+static inline vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+static inline vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+static inline vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
+static inline vf vf_sqrt(vf a) { return _mm512_sqrt_ps(a); }
+static inline vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+static inline vf vf_gt(vf a, vf b, vf x, vf y) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x);
+}
+static inline void vf_or_gt(uint32_t *codes, vf a, vf b, int k) {
+    __m512i old = _mm512_loadu_si512(codes);
+    __mmask16 set = _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ);
+    _mm512_storeu_si512(codes, _mm512_mask_or_epi32(old, set, old, _mm512_set1_epi32(1 << k)));
+}
+static inline vf vf_ldexp(vf y, vf t) {
+    __m512i n = _mm512_slli_epi32(_mm512_castps_si512(t), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(y), n));
+}
+static inline void vf_load_bf16(const uint16_t *p, vf *even, vf *odd) {
+    __m512i v = _mm512_loadu_si512(p);
+    *even = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
+    *odd = _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000u)));
+}
+static inline __m256 half_sum(vf a) { return _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1)); }
+static inline void vf_sum4(vf a, vf b, vf c, vf d, float *out) {
+    __m256 low = _mm256_hadd_ps(half_sum(a), half_sum(b)), high = _mm256_hadd_ps(half_sum(c), half_sum(d));
+    __m256 sums = _mm256_hadd_ps(low, high);
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+}
+
+static inline uint64_t counters_take(uint8_t *counters) {
+    __m512i v = _mm512_loadu_si512(counters);
+    _mm512_storeu_si512(counters, _mm512_setzero_si512());
+    return _mm512_cmpge_epu8_mask(v, _mm512_set1_epi8(2));
+}

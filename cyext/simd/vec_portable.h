@@ -1,0 +1,66 @@
+/* Vectors of 4 floats in the compiler's own vector extension: runs on any x86-64 and aarch64. No fused
+ * multiply-add, so a projection that is zero within rounding may get another sign than on the other tiers. */
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define VW 4
+#define HASH_ROWS 4 /* accumulators of the hash kernel: HASH_ROWS × HASH_TABLES of 16 registers */
+#define HASH_TABLES 2
+
+typedef float vf __attribute__((vector_size(16)));
+typedef int32_t vi __attribute__((vector_size(16)));
+typedef uint32_t vu __attribute__((vector_size(16)));
+
+static inline vf vf_load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+static inline void vf_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+static inline vf vf_set1(float x) { return (vf){x, x, x, x}; }
+static inline vf vf_add(vf a, vf b) { return a + b; }
+static inline vf vf_sub(vf a, vf b) { return a - b; }
+static inline vf vf_mul(vf a, vf b) { return a * b; }
+static inline vf vf_div(vf a, vf b) { return a / b; }
+static inline vf vf_sqrt(vf a) { return (vf){sqrtf(a[0]), sqrtf(a[1]), sqrtf(a[2]), sqrtf(a[3])}; }
+/* a·b + c */
+static inline vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
+/* x where a > b, else y; y also where a or b is not a number */
+static inline vf vf_gt(vf a, vf b, vf x, vf y) {
+    vi m = (vi)(a > b);
+    return (vf)((m & (vi)x) | (~m & (vi)y));
+}
+/* bit k of every lane set where a > b */
+static inline void vf_or_gt(uint32_t *codes, vf a, vf b, int k) {
+    vi v;
+    memcpy(&v, codes, sizeof v);
+    v |= (vi)(a > b) & (vi){1 << k, 1 << k, 1 << k, 1 << k};
+    memcpy(codes, &v, sizeof v);
+}
+/* y·2^n, n the integer in the low bits of t = n + 1.5·2^23 */
+static inline vf vf_ldexp(vf y, vf t) { return (vf)((vu)y + ((vu)t << 23)); }
+/* 2·VW bfloat16 as the even and the odd elements */
+static inline void vf_load_bf16(const uint16_t *p, vf *even, vf *odd) {
+    vu v;
+    memcpy(&v, p, sizeof v);
+    *even = (vf)(v << 16);
+    *odd = (vf)(v & 0xffff0000u);
+}
+static inline void vf_sum4(vf a, vf b, vf c, vf d, float *out) {
+    vf even = __builtin_shuffle(a, b, (vi){0, 4, 1, 5}) + __builtin_shuffle(a, b, (vi){2, 6, 3, 7});
+    vf odd = __builtin_shuffle(c, d, (vi){0, 4, 1, 5}) + __builtin_shuffle(c, d, (vi){2, 6, 3, 7});
+    vf_store(out, __builtin_shuffle(even, odd, (vi){0, 1, 4, 5}) + __builtin_shuffle(even, odd, (vi){2, 3, 6, 7}));
+}
+
+/* Which of 64 counters are ≥ 2, as bits; the counters are cleared. */
+static inline uint64_t counters_take(uint8_t *counters) {
+    uint64_t word = 0;
+    for (int i = 0; i < 8; i++) {
+        uint64_t v;
+        memcpy(&v, counters + 8 * i, 8);
+        if (v) {
+            uint64_t high = (((v & 0x7f7f7f7f7f7f7f7full) + 0x7e7e7e7e7e7e7e7eull) | v) & 0x8080808080808080ull;
+            word |= ((high >> 7) * 0x0102040810204080ull >> 56) << (8 * i);
+        }
+    }
+    memset(counters, 0, 64);
+    return word;
+}
