@@ -43,7 +43,7 @@ def load(tier: str) -> Any:
 
 
 def choose(cap: str | None) -> str:
-    """The highest tier that can run and is not above `cap`. UsageError: unknown cap; MagicpigError: nothing compiled."""
+    """The highest tier that can run, not above `cap`. UsageError: unknown cap; MagicpigError: nothing compiled."""
     if cap == reference.TIER:
         return cap
     if cap and cap not in TIERS:
