@@ -1,0 +1,228 @@
+"""What this machine lets the program use: cores, memory, GPUs, as the system reports them (CASES 19, 21, 22).
+
+Containers and schedulers hand out less than the machine has; every figure here is the smaller of the two. All files
+are read below one root, so that tests can pass trees of other systems.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes a page-rounded 2^63 for "no limit"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One CUDA device."""
+
+    index: int
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Cores and memory that this process may use."""
+
+    cpu_model: str
+    isa: str  # tier of the kernels in use
+    tiers: tuple[str, ...]  # tiers that are compiled and that this CPU can run
+    cores_physical: int  # of the machine
+    cores_usable: int  # logical CPUs left by affinity and cgroup quota
+    threads: int  # min(physical cores that affinity leaves, quota)
+    numa_nodes: int
+    memory_total: int  # bytes of the machine
+    memory_free: int  # bytes: min(MemAvailable, cgroup limit − use)
+    memory_limit: int | None  # bytes of the tightest cgroup limit
+    process_bytes: int  # private memory that this process holds now
+    gpus: tuple[Gpu, ...] = ()
+
+
+def probe(root: Path = Path("/")) -> Hardware:
+    """Look at this machine. GPUs are listed if torch is already imported; `probe_gpus` imports it."""
+    isa, tiers = _kernel_tiers()
+    cores = _core_of_cpu(root)
+    allowed = _allowed_cpus(root) & set(cores) or set(cores)
+    quota = _cpu_quota(root)
+    usable = min(len(allowed), quota)
+    total, available = _machine_memory(root)
+    limit, room = _memory_limit(root)
+    return Hardware(
+        cpu_model=_cpu_model(root),
+        isa=isa,
+        tiers=tiers,
+        cores_physical=len(set(cores.values())),
+        cores_usable=usable,
+        threads=min(len({cores[cpu] for cpu in allowed}), usable),
+        numa_nodes=max(1, len(_numbered(root / "sys/devices/system/node", "node"))),
+        memory_total=total,
+        memory_free=min(available, room),
+        memory_limit=limit if limit < min(total, UNLIMITED_BYTES) else None,
+        process_bytes=_process_bytes(root),
+        gpus=probe_gpus() if "torch" in sys.modules else (),
+    )
+
+
+def probe_gpus() -> tuple[Gpu, ...]:
+    """CUDA devices as torch sees them; none with a CPU-only torch or without a driver."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        gpus.append(Gpu(index, torch.cuda.get_device_name(index), total, free))
+    return tuple(gpus)
+
+
+def _kernel_tiers() -> tuple[str, tuple[str, ...]]:
+    """(tier in use, tiers that could be used). Imported late: kernels need NumPy, `--help` does not."""
+    from magicpig_cli.kernels import isa
+
+    return isa.current(), isa.runnable()
+
+
+def _read(path: Path) -> str:
+    """A system file, or nothing where this system has no such file or does not let us read it."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _numbered(folder: Path, prefix: str) -> dict[int, Path]:
+    """Entries `<prefix><number>` of a folder."""
+    if not folder.is_dir():
+        return {}
+    return {
+        int(path.name[len(prefix) :]): path
+        for path in folder.iterdir()
+        if path.name.startswith(prefix) and path.name[len(prefix) :].isdigit()
+    }
+
+
+def _cpu_model(root: Path) -> str:
+    match = re.search(
+        r"^(?:model name|Model|cpu model|Hardware)\s*:\s*(.+)$", _read(root / "proc/cpuinfo"), re.MULTILINE
+    )
+    return match[1].strip() if match else (os.uname().machine if hasattr(os, "uname") else "unknown")
+
+
+def _core_of_cpu(root: Path) -> dict[int, object]:
+    """Logical CPU → whatever identifies its physical core. Hyper-threads share one."""
+    cores = _cores_from_cpuinfo(_read(root / "proc/cpuinfo"))
+    for cpu, folder in _numbered(root / "sys/devices/system/cpu", "cpu").items():
+        siblings = _read(folder / "topology/thread_siblings_list").strip()
+        if siblings and (not cores or cpu in cores):
+            cores[cpu] = siblings
+    if not cores:  # neither file: not Linux
+        count = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+        cores = dict(enumerate(range(count)))
+    return cores
+
+
+def _cores_from_cpuinfo(text: str) -> dict[int, object]:
+    cores: dict[int, object] = {}
+    for block in text.split("\n\n"):
+        fields = dict(re.findall(r"^([^:\n\t]+?)\s*:[ \t]*(.*)$", block, re.MULTILINE))
+        if fields.get("processor", "").isdigit():
+            cpu = int(fields["processor"])
+            cores[cpu] = (fields.get("physical id"), fields["core id"]) if "core id" in fields else cpu
+    return cores
+
+
+def _allowed_cpus(root: Path) -> set[int]:
+    """CPUs that affinity and cpuset leave to this process; empty if the system does not say."""
+    match = re.search(r"^Cpus_allowed_list:\s*(\S+)$", _read(root / "proc/self/status"), re.MULTILINE)
+    return _parse_cpu_list(match[1]) if match else set()
+
+
+def _parse_cpu_list(text: str) -> set[int]:
+    """`0-3,8` → {0, 1, 2, 3, 8}."""
+    cpus: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        cpus |= set(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def _own_cgroups(root: Path, controller: str) -> list[Path]:
+    """Folders of this process's cgroup for one controller and of all its ancestors, v1 and v2, that exist.
+
+    A container may show its own cgroup as the mount's root while /proc/self/cgroup still names the host's path; the
+    root is therefore always among them.
+    """
+    mount = root / "sys/fs/cgroup"
+    folders: list[Path] = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            tops = [mount, mount / "unified"]
+        elif controller in controllers.split(","):
+            tops = [mount / controllers, mount / controller]
+        else:
+            continue
+        own = Path(path.strip("/"))
+        folders += [top / part for top in tops for part in (own, *own.parents)]
+    return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
+
+
+def _cpu_quota(root: Path) -> int:
+    """Whole CPUs that the tightest cgroup quota pays for, at least 1."""
+    shares: list[float] = []
+    for folder in _own_cgroups(root, "cpu"):
+        limits = _read(folder / "cpu.max").split()  # v2: "400000 100000", "max 100000"
+        if not limits:  # v1; -1 = no quota
+            limits = (_read(folder / "cpu.cfs_quota_us") + " " + _read(folder / "cpu.cfs_period_us")).split()
+        if len(limits) == 2 and limits[0].isdigit() and int(limits[1]) > 0:
+            shares.append(int(limits[0]) / int(limits[1]))
+    return max(1, math.floor(min(shares))) if shares else sys.maxsize
+
+
+def _machine_memory(root: Path) -> tuple[int, int]:
+    """(total, available without swapping) in bytes."""
+    fields = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE))
+    if "MemTotal" in fields and "MemAvailable" in fields:
+        return int(fields["MemTotal"]) * 1024, int(fields["MemAvailable"]) * 1024
+    memory = psutil.virtual_memory()
+    return memory.total, memory.available
+
+
+def _memory_limit(root: Path) -> tuple[int, int]:
+    """(tightest limit, least room under any limit) in bytes; UNLIMITED_BYTES where there is none.
+
+    Page cache that can be dropped (`inactive_file`) counts as room: files once read fill a container to its limit.
+    """
+    limit = room = UNLIMITED_BYTES
+    names = [
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ]
+    for folder in _own_cgroups(root, "memory"):
+        for limit_name, usage_name, cache_name in names:
+            text = _read(folder / limit_name).strip()
+            if not text.isdigit() or int(text) >= UNLIMITED_BYTES:
+                continue
+            used = int(_read(folder / usage_name).strip() or 0)
+            cache = re.search(rf"^{cache_name} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
+            used -= min(used, int(cache[1])) if cache else 0
+            limit = min(limit, int(text))
+            room = min(room, max(0, int(text) - used))
+    return limit, room
+
+
+def _process_bytes(root: Path) -> int:
+    """Private resident memory of this process; files that are only mapped do not count."""
+    fields = _read(root / "proc/self/statm").split()
+    if len(fields) > 2:
+        return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
+    return psutil.Process().memory_info().rss

@@ -1,0 +1,245 @@
+"""What the planner and the cache need to know of a model, read from its config alone: no weights, no torch.
+
+Sources of truth: the modeling code of transformers 5.24 (which layers attend through a window), its
+`modeling_rope_utils.py` (what the rotary scaling does) and the config fields themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from magicpig_cli.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Proven by tests: greedy tokens with exact attention equal transformers' own (EVIDENCE.md section 4).
+VERIFIED_FAMILIES = frozenset({
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3", "mixtral",
+})  # fmt: skip
+
+# Families whose attention passes `config.sliding_window` in every layer and never looks at `layer_types`.
+_WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "ministral3", "mixtral", "olmoe", "phi3", "qwen3_moe", "starcoder2"})
+
+# Families whose `max_position_embeddings` already holds the length after linear scaling.
+_LINEAR_ALREADY_APPLIED = ("gemma3",)
+
+_CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Numbers of a decoder-only model. Letters as everywhere: H heads, Hkv kv_heads, D head_dim."""
+
+    family: str  # transformers' model_type
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    layer_windows: tuple[int | None, ...]  # per layer: a key is seen iff distance < window; None = sees everything
+    context: int  # tokens, rotary scaling included
+    softcap: float | None = None  # attention logits become c·tanh(logit / c)
+    rope: str = "default"  # transformers' rope_type of the full-attention layers
+    trained_context: int | None = None  # tokens before rotary scaling, where the config tells
+    params: int = 0  # estimate from the config
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """Layers without a window of their own."""
+        return tuple(layer for layer, window in enumerate(self.layer_windows) if window is None)
+
+    @property
+    def verified(self) -> bool:
+        """Whether this family is proven by tests against transformers' own generate."""
+        return self.family in VERIFIED_FAMILIES
+
+
+def shape_from_config(config: PretrainedConfig) -> ModelShape:
+    """Read the shape of a decoder-only text model. Raises ModelError if the config lacks what every such model has."""
+    family = getattr(config, "model_type", None) or "unknown"
+    layers = _whole(config, "num_hidden_layers")
+    hidden = _whole(config, "hidden_size")
+    heads = _whole(config, "num_attention_heads")
+    context, trained, rope = effective_context(config)
+    return ModelShape(
+        family=family,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or hidden // heads,  # CASES 16: not always hidden / heads
+        vocab=_whole(config, "vocab_size"),
+        layer_windows=_layer_windows(config, family, layers),
+        context=context,
+        softcap=getattr(config, "attn_logit_softcapping", None),
+        rope=rope,
+        trained_context=trained,
+        params=_estimate_params(config),
+    )
+
+
+def _whole(config: PretrainedConfig, name: str) -> int:
+    value = getattr(config, name, None)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(
+            f"the config of this {getattr(config, 'model_type', 'unknown')!r} model has {name}={value!r}, "
+            "not a positive whole number",
+            hint="only decoder-only text models of one head layout can be used",
+        )
+    return value
+
+
+def _layer_windows(config: PretrainedConfig, family: str, layers: int) -> tuple[int | None, ...]:
+    """Sliding window per layer, as the family's attention module passes it on (CASES 18).
+
+    Three ways in transformers. One window for all layers (Mistral, Mixtral, Phi-3): `layer_types` is ignored. By
+    `layer_types`: Qwen 2 and 3 (whose config drops the window unless `use_sliding_window`, and counts
+    `max_window_layers`), Gemma 2 and 3, SmolLM3 (whose layers ask `use_sliding_window` themselves). None at all,
+    whatever the config says: Llama, Granite, OLMo 2.
+    """
+    window = getattr(config, "sliding_window", None)
+    if family in _WINDOW_IN_EVERY_LAYER:
+        return (window,) * layers
+    types = getattr(config, "layer_types", None)
+    if not types or (family == "smollm3" and not config.use_sliding_window):
+        return (None,) * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def effective_context(config: PretrainedConfig) -> tuple[int, int | None, str]:
+    """(tokens the model can use, tokens before rotary scaling or None, rope type) (CASES 15).
+
+    What `max_position_embeddings` (m) means depends on the scaling, o being `original_max_position_embeddings`:
+    - default, llama3, longrope and anything else: m; publishers write the scaled length (Llama 3.1: 131,072 from
+      o = 8,192 and factor 8; Phi-3-128k: 131,072 from o = 4,096).
+    - yarn: o · factor. Publishers leave m at o (Qwen 2.5: 32,768 · 4) or write the product; transformers takes m for
+      an o that is missing.
+    - linear, dynamic: m · factor, as transformers documents it ("don't update max_position_embeddings"), or o · factor
+      where o is given. Gemma 3 writes the scaled length into m: m.
+    """
+    longest = _max_positions(config)
+    scaling = _rope_parameters(config)
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    original = scaling.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
+    factor = scaling.get("factor")
+    if kind in ("llama3", "longrope"):
+        return longest, original, kind
+    family = getattr(config, "model_type", "") or ""
+    scaled = kind == "yarn" or (kind in ("linear", "dynamic") and not family.startswith(_LINEAR_ALREADY_APPLIED))
+    if not scaled or not isinstance(factor, (int, float)) or factor <= 0:
+        return longest, None, kind
+    original = original or longest
+    return round(original * factor), original, kind
+
+
+def _max_positions(config: PretrainedConfig) -> int:
+    for name in _CONTEXT_FIELDS:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise ModelError(
+        f"the config of this {getattr(config, 'model_type', 'unknown')!r} model does not say how long a context it has",
+        hint="add max_position_embeddings to its config.json",
+    )
+
+
+def _rope_parameters(config: PretrainedConfig) -> Mapping[str, Any]:
+    """Rotary parameters of the full-attention layers, from any of the places where configs keep them."""
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = {name: value for name, value in found.items() if isinstance(value, Mapping)}
+    if not nested:
+        return found
+    return nested.get("full_attention") or next(iter(nested.values()))
+
+
+def _estimate_params(config: PretrainedConfig) -> int:
+    """Parameters of a gated-MLP decoder with these sizes; within a few per cent for the verified families."""
+    hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
+    inner = getattr(config, "moe_intermediate_size", None) if experts > 1 else None
+    inner = inner or getattr(config, "intermediate_size", None) or 4 * hidden
+    router = hidden * experts if experts > 1 else 0
+    embeddings = config.vocab_size * hidden * (1 if getattr(config, "tie_word_embeddings", False) else 2)
+    total = embeddings + layers * (attention + 3 * hidden * inner * experts + router + 2 * hidden) + hidden
+    return int(total)
+
+
+def unsupported_reason(config: PretrainedConfig) -> str | None:
+    """Why a model with this config cannot be used, as the end of a sentence; None if it can.
+
+    Families outside VERIFIED_FAMILIES pass if their modeling code goes through transformers' attention interface
+    with rotary embeddings and a causal mask: they should work, but no test proves it.
+    """
+    for reason in _reasons(config):
+        return reason
+    return None
+
+
+def _reasons(config: PretrainedConfig) -> Iterable[str]:
+    if getattr(config, "is_encoder_decoder", False):
+        yield "it is an encoder-decoder model; only decoder-only text models can be used"
+    for part in ("vision_config", "audio_config"):
+        if getattr(config, part, None) is not None:
+            yield f"it is a {part.split('_')[0]}-language model; only text models can be used"
+    if getattr(config, "kv_lora_rank", None):
+        yield "it keeps compressed keys (multi-head latent attention), which cannot be sampled"
+    yield from _unusual_layers(config)
+    if getattr(config, "model_type", None) not in VERIFIED_FAMILIES:
+        yield from _unusual_code(config)
+
+
+def _unusual_layers(config: PretrainedConfig) -> Iterable[str]:
+    known = {"full_attention", "sliding_attention"}
+    if other := sorted(set(getattr(config, "layer_types", None) or ()) - known):
+        yield f"it has layers of type {', '.join(other)}; every layer must be full or sliding attention"
+    for field in ("layers_block_type", "attn_type_list", "linear_attn_config", "mamba_d_state", "state_size"):
+        if getattr(config, field, None):
+            yield f"it mixes attention with recurrent or linear layers ({field})"
+    for field in ("num_kv_shared_layers", "global_head_dim", "block_configs"):
+        if getattr(config, field, None):
+            yield f"its layers differ in head layout or share keys ({field})"
+    if getattr(config, "is_heterogeneous", False):
+        yield "its layers differ in head layout"
+    if getattr(config, "use_bidirectional_attention", False):
+        yield "its attention is bidirectional; only causal models generate text token by token"
+    if getattr(config, "alibi", False):
+        yield "it uses ALiBi position biases; only rotary models can be used"
+
+
+def _unusual_code(config: PretrainedConfig) -> Iterable[str]:
+    """What the family's modeling code, read as text, says about its attention."""
+    family = getattr(config, "model_type", "unknown")
+    code = _modeling_code(config)
+    if code is None:
+        yield f"no modeling code for {family!r} is at hand"
+    elif "ALL_ATTENTION_FUNCTIONS" not in code:
+        yield f"{family!r} does not use transformers' attention interface"
+    elif "rotary" not in code:
+        yield f"{family!r} has no rotary position embeddings"
+    elif "create_causal_mask" not in code or "CausalLM(" not in code:
+        yield f"{family!r} is not a causal language model"
+    elif "s_aux=" in code:
+        yield f"{family!r} adds attention sinks to the softmax, which the sampler does not know"
+
+
+def _modeling_code(config: PretrainedConfig) -> str | None:
+    """Source of the modeling file next to the family's configuration file, built-in or remote."""
+    try:
+        source = Path(inspect.getfile(type(config)))
+    except (TypeError, OSError):
+        return None
+    modeling = source.with_name(source.name.replace("configuration_", "modeling_"))
+    if modeling == source or not modeling.is_file():
+        return None
+    return modeling.read_text(encoding="utf-8")

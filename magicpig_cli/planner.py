@@ -1,0 +1,256 @@
+"""What a run will do on this machine with this model: a pure function from facts and wishes to a Plan. No I/O.
+
+Every choice leaves one line in `Plan.reasons`; what cannot work is refused here, before any weight is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+from magicpig_cli.config import DEFAULT_K, DEFAULT_L, AttentionOptions, Settings
+from magicpig_cli.errors import ContextError, MemoryBudgetError, UsageError
+from magicpig_cli.hardware import Hardware
+from magicpig_cli.model.shape import ModelShape
+from magicpig_cli.units import format_bytes
+
+Mode = Literal["auto", "lsh", "exact"]
+RowDtype = Literal["float32", "bfloat16"]
+
+FLUSH = 64  # rows that leave the window at once
+CHUNK = 512  # prompt tokens per forward: activations stay small and Ctrl-C is answered
+BLOCK_ROWS = 1024  # rows per block of the store
+AUTO_LSH_FROM = 4096  # `auto`: shorter sequences are attended exactly
+INDEX_FROM = 256  # offloaded tokens below which there is no index
+SEGMENT_ROWS = 65_472  # ids inside a segment are uint16
+TAIL_ROWS = 1024  # codes not yet in a segment
+MAX_K = 16
+MAX_BATCH = 8  # sequences decoded together: beyond it a CPU's matrix products gain nothing (EVIDENCE.md section 3)
+MAX_BATCH_GPU = 32
+RUNTIME_BYTES = 1 << 30  # Python, torch, activations, logits, projections
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How sequences are kept and attended to. Token counts are per sequence, bytes are of host memory."""
+
+    shape: ModelShape
+    mode: Mode
+    K: int
+    L: int
+    sink: int
+    local: int
+    dense_layers: tuple[int, ...]
+    threads: int
+    context: int
+    row_dtype: RowDtype
+    weights_bytes: int  # of host memory; 0 when the weights lie on a GPU
+    budget_bytes: int  # for keys, values and indexes of all sequences
+    max_batch: int
+    flush: int = FLUSH
+    chunk: int = CHUNK
+    block_rows: int = BLOCK_ROWS
+    auto_lsh_from: int = AUTO_LSH_FROM
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def sampled_layers(self) -> tuple[int, ...]:
+        """Layers whose decode attention is sampled: not dense, without a sliding window."""
+        if self.mode == "exact":
+            return ()
+        return tuple(layer for layer in self.shape.full_layers if layer not in self.dense_layers)
+
+    def offloaded(self, tokens: int) -> int:
+        """How many keys of a sequence of `tokens` are in the host store, per layer and KV head."""
+        return max(0, tokens - self.sink - self.local) // self.flush * self.flush
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Rows of the store of one sequence, all layers, whole blocks."""
+        blocks = -(-self.offloaded(tokens) // self.block_rows)
+        row_bytes = 2 * self.shape.head_dim * _DTYPE_BYTES[self.row_dtype]
+        return self.shape.layers * self.shape.kv_heads * blocks * self.block_rows * row_bytes
+
+    def index_bytes(self, tokens: int) -> int:
+        """Tables of one sequence: 16-bit ids and offsets of its segments, and the codes of the tail."""
+        keys = self.offloaded(tokens)
+        if keys < INDEX_FROM or (self.mode == "auto" and tokens < self.auto_lsh_from):
+            return 0
+        segments = -(-keys // SEGMENT_ROWS)
+        per_head = 2 * self.L * (keys + segments * ((1 << self.K) + 1) + TAIL_ROWS)
+        return len(self.sampled_layers) * self.shape.kv_heads * per_head
+
+    def sequence_bytes(self, tokens: int) -> int:
+        """Everything that one sequence keeps in host memory."""
+        return self.kv_bytes(tokens) + self.index_bytes(tokens)
+
+    def sequences_that_fit(self, tokens: int) -> int:
+        """How many sequences of `tokens` can be decoded together: at least 1, at most `max_batch`."""
+        return max(1, min(self.max_batch, self.budget_bytes // max(1, self.sequence_bytes(tokens))))
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of the full context that fit together."""
+        return self.sequences_that_fit(self.context)
+
+    def longest_that_fits(self, at_most: int) -> int:
+        """The longest sequence in tokens, up to `at_most`, that fits the budget; 0 if none does."""
+        low, high = 0, at_most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.sequence_bytes(middle) <= self.budget_bytes:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+def plan(hardware: Hardware, shape: ModelShape, settings: Settings) -> Plan:
+    """Choose everything that `settings` leave open.
+
+    Raises UsageError (values that cannot be meant), ContextError (longer than the model's context), and
+    MemoryBudgetError (the weights, or one sequence of the context that was asked for, do not fit).
+    Called before and after loading it gives the same budget: what the process already holds is counted as its own.
+    """
+    attention = settings.attention
+    _check(attention, shape, settings.threads)
+    on_gpu = settings.model.device.startswith("cuda") or (settings.model.device == "auto" and bool(hardware.gpus))
+    weights = 0 if on_gpu else _weights_bytes(shape, settings.model.dtype)
+    draft = Plan(
+        shape=shape,
+        mode=cast(Mode, attention.mode),
+        K=attention.K or DEFAULT_K,
+        L=attention.L or DEFAULT_L,
+        sink=attention.sink,
+        local=attention.local,
+        dense_layers=(0,) if attention.dense_layers is None else tuple(sorted(set(attention.dense_layers))),
+        threads=settings.threads or hardware.threads,
+        context=_wanted_context(shape, settings),
+        row_dtype="float32" if attention.kv_dtype == "float32" else "bfloat16",
+        weights_bytes=weights,
+        budget_bytes=_budget(hardware, weights),
+        max_batch=MAX_BATCH_GPU if on_gpu else MAX_BATCH,
+    )
+    context = _fitting_context(draft, hardware, asked=settings.context is not None)
+    return replace(draft, context=context, reasons=_reasons(draft, context, hardware, settings))
+
+
+def _check(attention: AttentionOptions, shape: ModelShape, threads: int | None) -> None:
+    """Refuse values outside their range."""
+    if attention.mode not in ("auto", "lsh", "exact"):
+        raise UsageError(f"--attention {attention.mode} is unknown", hint="use auto, lsh or exact")
+    if attention.kv_dtype not in ("auto", "float32", "bfloat16"):
+        raise UsageError(f"--kv-dtype {attention.kv_dtype} is unknown", hint="use auto, float32 or bfloat16")
+    if attention.K is not None and not 1 <= attention.K <= MAX_K:
+        raise UsageError(f"-K {attention.K} is not between 1 and {MAX_K}", hint=f"the default is -K {DEFAULT_K}")
+    if attention.L is not None and attention.L < 2:
+        raise UsageError(
+            f"-L {attention.L} is less than 2: a key is sampled if two tables agree",
+            hint=f"the default is -L {DEFAULT_L}",
+        )
+    if attention.sink < 0 or attention.local < 1:
+        raise UsageError(
+            f"--sink {attention.sink} --local {attention.local}: sink must be ≥ 0 and local ≥ 1",
+            hint="the defaults are --sink 4 --local 64",
+        )
+    if threads is not None and threads < 1:
+        raise UsageError(f"--threads {threads} is less than 1", hint="leave it out to use what this machine gives")
+    if missing := [layer for layer in attention.dense_layers or () if not 0 <= layer < shape.layers]:
+        raise UsageError(
+            f"--dense-layers names layer {', '.join(map(str, missing))}; this model has layers 0 to {shape.layers - 1}",
+            hint="--dense-layers auto",
+        )
+
+
+def _wanted_context(shape: ModelShape, settings: Settings) -> int:
+    asked = settings.context
+    if asked is None:
+        return shape.context
+    if asked < 1:
+        raise UsageError(f"a context of {asked:,} tokens holds nothing", hint="write it like -c 96k, 98304 or auto")
+    if asked > shape.context and not settings.allow_extrapolation:
+        raise ContextError(
+            f"a context of {asked:,} tokens was asked for, but this model was made for {shape.context:,}",
+            hint=f"-c {shape.context}, or --allow-extrapolation to go beyond what it was trained for",
+        )
+    return asked
+
+
+def _weights_bytes(shape: ModelShape, dtype: str) -> int:
+    """On the CPU `auto` computes in float32."""
+    return shape.params * _DTYPE_BYTES["bfloat16" if dtype == "bfloat16" else "float32"]
+
+
+def _budget(hardware: Hardware, weights: int) -> int:
+    """Free memory after weights and runtime. What the process already holds is part of these two."""
+    mine = hardware.process_bytes
+    left = hardware.memory_free + mine - max(weights + RUNTIME_BYTES, mine)
+    if left <= 0:
+        raise MemoryBudgetError(
+            f"the weights need {format_bytes(weights)} and the program {format_bytes(RUNTIME_BYTES)}, "
+            f"but {format_bytes(hardware.memory_free + mine)} of memory are free",
+            hint="free some memory, choose a smaller model, or halve the weights with --dtype bfloat16",
+        )
+    return left
+
+
+def _fitting_context(draft: Plan, hardware: Hardware, *, asked: bool) -> int:
+    """The context of the draft, or what fits of it if nobody asked for that length."""
+    fits = draft.longest_that_fits(draft.context)
+    if fits == draft.context:
+        return fits
+    if asked or fits == 0:
+        raise MemoryBudgetError(
+            f"one sequence of {draft.context:,} tokens needs {_memory_sum(draft, draft.context)}, but "
+            f"{format_bytes(draft.budget_bytes)} are left of {format_bytes(hardware.memory_free)} free memory "
+            "beside weights and program",
+            hint=f"-c {fits} fits" + (", more do with --kv-dtype bfloat16" if draft.row_dtype == "float32" else ""),
+        )
+    return fits
+
+
+def _memory_sum(plan: Plan, tokens: int) -> str:
+    """`8.0 GiB = 5.0 GiB keys and values + 3.0 GiB index`."""
+    kv, index = plan.kv_bytes(tokens), plan.index_bytes(tokens)
+    return f"{format_bytes(kv + index)} = {format_bytes(kv)} keys and values + {format_bytes(index)} index"
+
+
+def _reasons(draft: Plan, context: int, hardware: Hardware, settings: Settings) -> tuple[str, ...]:
+    """One line per choice."""
+    shape = draft.shape
+    lines = [_context_reason(draft, context, settings), _attention_reason(draft)]
+    windowed = shape.layers - len(shape.full_layers)
+    if windowed:
+        lines.append(f"{windowed} of {shape.layers} layers attend through a sliding window: exact, no index")
+    lines.append(
+        f"threads {draft.threads}: "
+        + ("as asked" if settings.threads else f"cores {hardware.cores_physical}, usable {hardware.cores_usable}")
+    )
+    lines.append(f"rows {draft.row_dtype}: {'parity mode' if draft.row_dtype == 'float32' else 'half the memory'}")
+    lines.append(
+        f"memory: {_memory_sum(draft, context)} per sequence of {context:,} tokens, "
+        f"{format_bytes(draft.budget_bytes)} for sequences, up to {draft.sequences_that_fit(context)} together"
+    )
+    return tuple(lines)
+
+
+def _context_reason(draft: Plan, context: int, settings: Settings) -> str:
+    shape = draft.shape
+    if context < draft.context:
+        return f"context {context:,}: what fits in memory of the model's {shape.context:,}"
+    if settings.context is None:
+        scaled = f", {shape.rope} scaling of {shape.trained_context:,}" if shape.trained_context else ""
+        return f"context {context:,}: the model's own{scaled}"
+    return f"context {context:,}: as asked, the model's own is {shape.context:,}"
+
+
+def _attention_reason(draft: Plan) -> str:
+    if draft.mode == "exact":
+        return "attention exact: as asked"
+    sampled = len(draft.sampled_layers)
+    if not sampled:
+        return f"attention {draft.mode}: no layer can be sampled, all are dense or windowed"
+    when = f" from {draft.auto_lsh_from:,} tokens on" if draft.mode == "auto" else ""
+    dense = ", ".join(map(str, draft.dense_layers)) or "none"
+    return f"attention {draft.mode}: {sampled} layers sampled{when} with K={draft.K} L={draft.L}, dense layers {dense}"
