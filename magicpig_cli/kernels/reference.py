@@ -113,7 +113,7 @@ def _logits(q: np.ndarray, keys: np.ndarray, scale: float, softcap: float) -> np
         logits = scale * (keys.astype(np.float64) @ q.astype(np.float64))
         if softcap:
             logits = softcap * np.tanh(logits / softcap)
-    return np.nan_to_num(logits, nan=-MAX_LOGIT, posinf=MAX_LOGIT, neginf=-MAX_LOGIT)
+    return np.clip(np.nan_to_num(logits, nan=-MAX_LOGIT), -MAX_LOGIT, MAX_LOGIT)
 
 
 def _softmax(logits: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, float]:

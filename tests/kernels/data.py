@@ -1,0 +1,81 @@
+"""Rows, projections and the closed form that the kernel tests share."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from magicpig_cli import kernels
+
+
+def to_bits(x: np.ndarray) -> np.ndarray:
+    """float32 → bfloat16 bits, rounded to nearest even; infinities stay."""
+    bits = x.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isfinite(x), rounded, bits >> 16).astype(np.uint16)
+
+
+def make_table(rows: np.ndarray, dtype: str = "float32", block_rows: int = 1024, shift: int = 0) -> kernels.RowTable:
+    """Rows float32 [Hkv, N, 2, D] as a table whose blocks start `shift` elements after an aligned address.
+
+    The room behind the rows holds NaN: nothing may read it.
+    """
+    heads, count, _, head_dim = rows.shape
+    table = kernels.RowTable(heads, head_dim, dtype, block_rows)
+    stored = rows.astype(np.float32) if dtype == "float32" else to_bits(rows.astype(np.float32))
+    nan = np.float32(np.nan) if dtype == "float32" else np.uint16(0x7FC0)
+    for start in range(0, count, block_rows):
+        part = stored[:, start : start + block_rows]
+        memory = np.full(heads * block_rows * 2 * head_dim + shift, nan, dtype=stored.dtype)
+        block = memory[shift:].reshape(heads, block_rows, 2, head_dim)
+        block[:, : part.shape[1]] = part
+        block.flags.writeable = False
+        table.append_block(block)
+    return table
+
+
+def make_rows(heads: int, count: int, head_dim: int, seed: int = 0) -> np.ndarray:
+    """Keys around a common direction, so that centring matters; float32 [Hkv, N, 2, D]."""
+    rng = np.random.default_rng(seed)
+    rows = rng.normal(size=(heads, count, 2, head_dim)).astype(np.float32)
+    rows[:, :, 0] += rng.normal(size=(heads, 1, head_dim)).astype(np.float32)
+    return rows
+
+
+def make_projection(head_dim: int, K: int, L: int, seed: int = 0) -> kernels.Projection:
+    matrix = np.random.default_rng(seed).normal(size=(head_dim, L * K)).astype(np.float32)
+    return kernels.Projection(matrix, K, L)
+
+
+def make_group(
+    table: kernels.RowTable, count: int, projection: kernels.Projection, cuts: tuple[int, ...] = (), tail: int = 0
+) -> kernels.SampledRows:
+    """Index rows [0, count): segments that end at `cuts` and before the tail of `tail` rows."""
+    mu = np.ascontiguousarray(table.read(0, count)[:, :, 0].mean(axis=1))
+    codes = kernels.hash_rows(table, 0, count, projection, projection.bias(mu), 1)
+    ends = [*cuts, count - tail]
+    segments = [
+        kernels.build_segment(np.ascontiguousarray(codes[:, :, start:stop]), projection.K, start, 1)
+        for start, stop in zip([0, *ends[:-1]], ends, strict=True)
+        if stop > start
+    ]
+    rest = np.ascontiguousarray(codes[:, :, count - tail :])
+    return kernels.SampledRows(table, mu, segments, kernels.Tail(count - tail, rest, tail) if tail else None)
+
+
+def inclusion(cosine: np.ndarray, K: int, L: int) -> np.ndarray:
+    """P(at least two of L codes of K bits are equal), by its binomial series in float64."""
+    p = (1 - np.arccos(np.clip(np.asarray(cosine, dtype=np.float64), -1, 1)) / math.pi) ** K
+    inside = np.clip(p, 1e-300, 1 - 1e-16)
+    total = np.zeros_like(inside)
+    for j in range(2, L + 1):
+        choose = math.lgamma(L + 1) - math.lgamma(j + 1) - math.lgamma(L - j + 1)
+        total += np.exp(choose + j * np.log(inside) + (L - j) * np.log1p(-inside))
+    return np.where(p == 1, 1.0, np.clip(total, 1e-30, 1))
+
+
+def log_weights(K: int, L: int, cells: int = 4096) -> np.ndarray:
+    """−ln u over uniform cells of sin(θ/2); float32 [cells + 1]."""
+    sine = np.arange(cells + 1) / cells
+    return (-np.log(inclusion(1 - 2 * sine**2, K, L))).astype(np.float32)

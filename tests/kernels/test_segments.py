@@ -1,0 +1,110 @@
+"""Tables by counting sort: bit-equal to the reference however they were made."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from magicpig_cli import kernels
+from magicpig_cli.kernels import reference
+
+RELAXED = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def random_codes(count: int, K: int, L: int, spread: float, seed: int, heads: int = 2) -> np.ndarray:
+    """uint16 [Hkv, L, n]; spread 0 puts all rows into few buckets, 1 into all."""
+    drawn = np.random.default_rng(seed).integers(0, max(1, int(2**K * spread)) + 1, size=(heads, L, count))
+    return np.minimum(drawn, 2**K - 1).astype(np.uint16)
+
+
+def assert_same(a: kernels.Segment, b: kernels.Segment) -> None:
+    assert (a.start, a.n, a.K, a.L) == (b.start, b.n, b.K, b.L)
+    assert np.array_equal(a.offsets, b.offsets)
+    assert np.array_equal(a.ids, b.ids)
+
+
+@RELAXED
+@given(
+    count=st.sampled_from([1, 2, 63, 64, 65, 1000]),
+    K=st.sampled_from([1, 8, 10, 12, 16]),
+    L=st.sampled_from([2, 3, 7]),
+    spread=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
+    seed=st.integers(0, 100),
+    cut=st.floats(0, 1),
+)
+def test_build_merge_truncate_and_invert(isa, count, K, L, spread, seed, cut):
+    codes = random_codes(count, K, L, spread, seed)
+    whole = kernels.build_segment(codes, K, 100, 2)
+    offsets, ids = reference.build_segment(codes, K, 1)
+    assert np.array_equal(whole.offsets, offsets)
+    assert np.array_equal(whole.ids, ids)
+    assert np.array_equal(kernels.segment_codes(whole), codes)
+    at = int(cut * count)
+    if 0 < at < count:
+        left = kernels.build_segment(np.ascontiguousarray(codes[:, :, :at]), K, 100, 1)
+        right = kernels.build_segment(np.ascontiguousarray(codes[:, :, at:]), K, 100 + at, 1)
+        assert_same(kernels.merge_segments(left, right, 2), whole)
+        assert_same(kernels.truncate_segment(whole, at, 2), left)
+    assert_same(kernels.truncate_segment(whole, count, 1), whole)
+
+
+@pytest.mark.parametrize("K", [1, 10, 16])
+def test_the_longest_segment(isa, K):
+    codes = random_codes(kernels.MAX_SEGMENT_ROWS, K, 2, 0.3, seed=1, heads=1)
+    codes[0, 1] = 2**K - 1
+    whole = kernels.build_segment(codes, K, 0, 2)
+    offsets, ids = reference.build_segment(codes, K, 1)
+    assert np.array_equal(whole.offsets, offsets)
+    assert np.array_equal(whole.ids, ids)
+    cut = 40_001
+    left, right = (
+        kernels.build_segment(np.ascontiguousarray(part), K, start, 1)
+        for part, start in ((codes[:, :, :cut], 0), (codes[:, :, cut:], cut))
+    )
+    assert_same(kernels.merge_segments(left, right, 1), whole)
+    assert_same(kernels.truncate_segment(whole, cut, 1), left)
+    assert np.array_equal(kernels.segment_codes(whole), codes)
+
+
+def test_threads_change_nothing(native_isa):
+    codes = random_codes(3000, 10, 37, 1.0, seed=3)
+    wanted = kernels.build_segment(codes, 10, 0, 1)
+    for threads in (2, 3):
+        assert_same(kernels.build_segment(codes, 10, 0, threads), wanted)
+
+
+def test_bytes_are_those_of_ids_and_offsets(isa):
+    segment = kernels.build_segment(random_codes(50, 4, 3, 1.0, seed=0), 4, 0, 1)
+    assert segment.nbytes == 2 * 3 * (50 + 17) * 2
+
+
+def test_read_only_codes(isa):
+    codes = random_codes(50, 4, 3, 1.0, seed=0)
+    codes.flags.writeable = False
+    assert np.array_equal(kernels.segment_codes(kernels.build_segment(codes, 4, 0, 1)), codes)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda c, s: kernels.build_segment(c.astype(np.int64), 4, 0, 1), "codes: want uint16"),
+        (lambda c, s: kernels.build_segment(c, 3, 0, 1), "want 3-bit codes, got"),
+        (lambda c, s: kernels.build_segment(c, 17, 0, 1), "K: want 1 to 16, got 17"),
+        (lambda c, s: kernels.build_segment(c[:, :1].copy(), 4, 0, 1), "L: want 2 to"),
+        (lambda c, s: kernels.build_segment(c[:, :, ::2], 4, 0, 1), "C-contiguous"),
+        (lambda c, s: kernels.build_segment(np.zeros((1, 2, 65_473), np.uint16), 4, 0, 1), "1 to 65472, got 65473"),
+        (lambda c, s: kernels.build_segment(c[:, :, :0].copy(), 4, 0, 1), "segment rows: want 1 to 65472, got 0"),
+        (lambda c, s: kernels.merge_segments(s, s, 1), "want neighbours"),
+        (lambda c, s: kernels.truncate_segment(s, 0, 1), "n: want 1 to 50, got 0"),
+        (lambda c, s: kernels.truncate_segment(s, 51, 1), "n: want 1 to 50, got 51"),
+        (lambda c, s: kernels.Tail(0, np.zeros((1, 2, 4097), np.uint16), 1), "tail capacity: want 0 to 4096"),
+        (lambda c, s: kernels.Tail(0, np.zeros((1, 2, 8), np.uint16), 9), "tail rows: want 0 to 8, got 9"),
+    ],
+)
+def test_the_door_names_what_is_wrong(make, message):
+    codes = random_codes(50, 4, 3, 1.0, seed=0)
+    segment = kernels.build_segment(codes, 4, 7, 1)
+    with pytest.raises((TypeError, ValueError), match=message):
+        make(codes, segment)

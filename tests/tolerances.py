@@ -1,0 +1,67 @@
+"""How far float32 results may be from float64 on the same (already rounded) inputs. The only place with tolerances.
+
+Every bound is c·u·Σ|aᵢbᵢ| with u = 2⁻²⁴: what rounding can do to a sum of products, whatever the order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+U = 2.0**-24  # unit roundoff of float32
+DOT = 32  # products over the head dim, in vector lanes
+SUM = 128  # weighted sums over thousands of rows
+EXP = 8  # exponential, and the tanh made of it, in ulp
+
+
+def dot_bound(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Of a [..., n, D] · b [D]."""
+    return DOT * U * (np.abs(a.astype(np.float64)) @ np.abs(b.astype(np.float64)))
+
+
+def logit_bound(q: np.ndarray, keys: np.ndarray, scale: float, softcap: float | None) -> np.ndarray:
+    """Of scale·q·k, soft-capped or not; float64 [n]."""
+    bound = abs(scale) * dot_bound(keys, q) + DOT * U
+    return bound + EXP * U * softcap if softcap else bound
+
+
+def attention_bounds(logits: np.ndarray, logit_error: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, float]:
+    """Of the softmax output [D] and of the LSE, where each logit [n] may be off by logit_error [n]; values [n, D]."""
+    weights = np.exp(logits - logits.max())
+    weights /= weights.sum()
+    # exp(x − top) also carries the rounding of x − top itself
+    relative = logit_error + U * (EXP + np.abs(logits - logits.max()) + np.abs(logits))
+    spread = weights @ relative
+    out = weights @ ((relative + spread + SUM * U)[:, None] * np.abs(values.astype(np.float64)))
+    top = np.abs(logits).max()
+    return out, float(spread + U * (SUM + top + np.log(len(logits))))
+
+
+def weight_bound(cosine: np.ndarray, cosine_error: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Of −ln u read from `weights` at sin(θ/2), where the cosine may be off by cosine_error."""
+    cells = len(weights) - 1
+
+    def read(c: np.ndarray) -> np.ndarray:
+        at = np.sqrt((1 - np.clip(c, -1, 1)) / 2) * cells
+        return np.interp(at, np.arange(cells + 1), weights.astype(np.float64))
+
+    error = cosine_error + EXP * U
+    here, above, below = read(cosine), read(cosine + error), read(cosine - error)
+    return (
+        np.maximum(np.abs(above - here), np.abs(below - here))
+        + U * (EXP + cells * EXP * slope(weights))
+        + U * np.abs(here)
+    )
+
+
+def slope(weights: np.ndarray) -> float:
+    """Largest step between neighbouring cells: the position within a cell is known to u·cells."""
+    return float(np.abs(np.diff(weights.astype(np.float64))).max())
+
+
+def close_attention(out: Any, wanted: Any, rows: Any) -> bool:
+    """Whether attention out [H, T, D] is `wanted` (float64) within rounding, over rows [Hkv, n, 2, D] of order 1."""
+    out, wanted, rows = (np.asarray(x, dtype=np.float64) for x in (out, wanted, rows))
+    largest = np.abs(rows[:, :, 1]).max(axis=1).repeat(out.shape[0] // rows.shape[0], axis=0)
+    return bool((np.abs(out - wanted) <= SUM * 4 * U * largest[:, None]).all())
