@@ -33,14 +33,14 @@ def pack_projection(matrix: np.ndarray, K: int, L: int) -> np.ndarray:
 
 def project(x: np.ndarray, packed: np.ndarray, K: int, L: int) -> np.ndarray:
     """float32 [n, L·K] of x float32 [n, D]."""
-    projected: np.ndarray = x.astype(np.float64) @ packed
-    return projected.astype(np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        projected: np.ndarray = x.astype(np.float64) @ packed
+        return projected.astype(np.float32)
 
 
 def _codes(x: np.ndarray, packed: np.ndarray, bias: np.ndarray | float, K: int, L: int) -> np.ndarray:
-    """uint16 [n, L]: bit k of table l is the sign of column l·K + k."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        bits = x.astype(np.float64) @ packed - bias > 0
+    """uint16 [n, L]: bit k of table l says whether column l·K + k exceeds the bias."""
+    bits = project(x, packed, K, L) > bias
     codes: np.ndarray = (bits.reshape(len(x), L, K) << np.arange(K)).sum(axis=2)
     return codes.astype(np.uint16)
 
@@ -61,7 +61,7 @@ def hash_rows(
         last = min(first + _CHUNK_ROWS, stop)
         keys = table.read(first, last)[:, :, 0]
         for h in range(table.kv_heads):
-            out[h, :, first - start : last - start] = _codes(keys[h], packed, bias[h].astype(np.float64), K, L).T
+            out[h, :, first - start : last - start] = _codes(keys[h], packed, bias[h], K, L).T
 
 
 def hash_queries(q: np.ndarray, packed: np.ndarray, K: int, L: int, threads: int) -> np.ndarray:

@@ -50,7 +50,7 @@ def test_bits_are_signs_of_projections(isa, head_dim, count, K, L, dtype, seed):
 
 
 def test_bias_is_the_projection_of_the_mean(isa):
-    mu = make_rows(3, 1, 80)[:, 0, 0]
+    mu = np.ascontiguousarray(make_rows(3, 1, 80)[:, 0, 0])
     projection = make_projection(80, 10, 30)
     wanted, error = margins(mu, np.zeros_like(mu), projection.matrix)
     assert (np.abs(projection.bias(mu) - wanted) <= error).all()
