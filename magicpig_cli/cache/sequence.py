@@ -27,6 +27,11 @@ class Sequence:
     def index_bytes(self) -> int:
         return sum(layer.index.nbytes for layer in self.layers if layer.index is not None)
 
+    @property
+    def segments(self) -> int:
+        """Segments of the layer that has most; 0 where nothing is indexed."""
+        return max((len(layer.index.segments) for layer in self.layers if layer.index is not None), default=0)
+
     def commit(self, ids: list[int]) -> None:
         """A forward over `ids` went through every layer."""
         self.ids.extend(ids)

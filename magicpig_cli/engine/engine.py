@@ -10,9 +10,10 @@ import torch
 
 from magicpig_cli import hardware, kernels
 from magicpig_cli.cache.sequence import Sequence
-from magicpig_cli.config import Settings
+from magicpig_cli.config import GenerationOptions, Settings
 from magicpig_cli.engine.conversation import ChatCodec
 from magicpig_cli.engine.runner import ModelRunner
+from magicpig_cli.engine.sampling import resolve_sampling
 from magicpig_cli.engine.scheduler import Request, Scheduler
 from magicpig_cli.errors import ContextError
 from magicpig_cli.events import Event, LoadProgress
@@ -33,7 +34,7 @@ class Engine:
         self.model_name = loaded.name
         self.params = loaded.params
         self.load_s = load_s
-        self.isa = kernels.isa
+        self.isa = kernels.isa.current()
         self.shape: ModelShape = shape_from_config(loaded.config)
         self.plan: Plan = plan(hardware.probe(), self.shape, settings)
         self.codec = ChatCodec(
@@ -82,6 +83,15 @@ class Engine:
             hint="shorten the prompt, lower --max-tokens, or give a larger -c "
             f"(the model's own limit is {self.shape.context:,}; beyond it needs --allow-extrapolation)",
         )
+
+    def request(
+        self, key: str, prompt_ids: list[int], options: GenerationOptions, sequence: Sequence | None = None,
+        default_seed: int | None = None,
+    ) -> Request:  # fmt: skip
+        """A request with sampling resolved against the model's own defaults. Raises ContextError, UsageError."""
+        self.check_fits(len(prompt_ids), options.max_tokens)
+        sampling = resolve_sampling(options, self.generation_config)
+        return Request(key, prompt_ids, sampling, default_seed, sequence)
 
     def generate(self, requests: Iterable[Request], batch_size: int = 1) -> Iterator[Event]:
         """Answer requests, up to `batch_size` decoded together; the next one is prefilled when a slot is free."""

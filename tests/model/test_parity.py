@@ -71,7 +71,8 @@ def test_greedy_tokens_equal_transformers(family):
 
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 6, 7, 8, 16])
 def test_any_group_size(group):
-    model = tiny_model("llama", num_attention_heads=2 * group, num_key_value_heads=2, head_dim=8)
+    heads = 2 * group
+    model = tiny_model("llama", num_attention_heads=heads, num_key_value_heads=2, hidden_size=12 * heads, head_dim=8)
     batch = prompts(model.config.vocab_size, (150, 20))
     assert greedy(make_runner(model), batch) == [expected(model, prompt) for prompt in batch]
 
