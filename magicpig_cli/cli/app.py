@@ -1,0 +1,147 @@
+"""The command line: which commands there are, and how a run ends (exit codes of CLI.md).
+
+A command's module imports nothing heavy at its top; torch and transformers come in inside the function, so `--help`
+answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+
+import magicpig_cli
+from magicpig_cli.cli.config_file import config_path, read_defaults
+from magicpig_cli.cli.options import SHARED_OPTIONS
+from magicpig_cli.errors import MagicpigError, UsageError
+from magicpig_cli.ui import console
+
+COMMANDS = ("chat", "bench", "doctor", "models")  # modules of this package; `models` is a group
+INTERRUPTED = 130
+_ASKS_FOR_HELP = frozenset({"-h", "--help", "--version"})
+
+# Typer carries a click of its own since 0.26 and uses the package before; either way this is its error class.
+_ParseError: type[Any] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"magicpig {magicpig_cli.__version__}")
+        raise typer.Exit
+
+
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Chat with and batch-process very long documents, on a CPU or a consumer GPU."""
+    if debug:
+        console.set_debug(True)
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def build_app() -> typer.Typer:
+    """The app with all commands."""
+    app = typer.Typer(
+        add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+    )
+    app.callback(invoke_without_command=True)(_root)
+    for name in COMMANDS:
+        command = getattr(importlib.import_module(f"magicpig_cli.cli.{name}"), name)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
+    return app
+
+
+def _parameters(command: Any, prefix: str = "") -> dict[str, dict[str, bool]]:
+    """Command (or `group subcommand`) → parameter → whether it may be repeated."""
+    found: dict[str, dict[str, bool]] = {}
+    for name, sub in getattr(command, "commands", {}).items():
+        path = f"{prefix}{name}"
+        found[path] = {parameter.name: parameter.nargs != 1 or parameter.multiple for parameter in _options_of(sub)}
+        found |= _parameters(sub, f"{path} ")
+    return found
+
+
+def _options_of(command: Any) -> list[Any]:
+    return [parameter for parameter in command.params if parameter.param_type_name == "option"]
+
+
+def _default_map(command: Any, arguments: list[str]) -> dict[str, Any]:
+    """config.yaml as click wants it: nested by command. A broken file must not stand in the way of `--help`."""
+    if not _ASKS_FOR_HELP.isdisjoint(arguments):
+        return {}
+    shared = frozenset(option.name for option in SHARED_OPTIONS)
+    nested: dict[str, Any] = {}
+    for path, values in read_defaults(config_path(), shared, _parameters(command)).items():
+        place = nested
+        for name in path.split():
+            place = place.setdefault(name, {})
+        place.update(values)
+    return nested
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit code."""
+    console.set_verbose(False)
+    console.set_debug(False)
+    command = typer.main.get_command(build_app())
+    try:
+        with command.make_context("magicpig", list(arguments), default_map=_default_map(command, arguments)) as context:
+            command.invoke(context)
+        sys.stdout.flush()
+        return 0
+    except typer.Exit as ending:
+        return ending.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        console.say("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # `| head -1` has read enough
+        _silence_stdout()
+        return 1
+    except Exception as problem:
+        return _report(problem)
+
+
+def _report(problem: Exception) -> int:
+    """Tell what went wrong: the cause and a hint, or the traceback with --debug."""
+    if isinstance(problem, _ParseError):
+        context = getattr(problem, "ctx", None)
+        where = context.command_path if context else "magicpig"
+        console.error(UsageError(problem.format_message(), hint=f"{where} --help"))
+        return UsageError.exit_code
+    if console.debugging():
+        traceback.print_exception(problem)
+    if isinstance(problem, MagicpigError):
+        console.error(problem)
+        return problem.exit_code
+    cause = str(problem) or "no further words"
+    console.error(
+        MagicpigError(f"{type(problem).__name__}: {cause}", hint="run it again with --debug for the traceback")
+    )
+    return MagicpigError.exit_code
+
+
+def _silence_stdout() -> None:
+    """Nothing more can be written there; without this Python complains while it shuts down."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def main() -> None:
+    """Entry point: ends the process with the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that is not UTF-8
+    sys.exit(run(sys.argv[1:]))
