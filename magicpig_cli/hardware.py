@@ -84,6 +84,12 @@ def probe_gpus() -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
+def openmp_runtimes(root: Path = Path("/")) -> tuple[str, ...]:
+    """File names of the OpenMP libraries that this process has loaded, one per file. Two mean oversubscribed cores."""
+    paths = re.findall(r"\s(/\S*/lib(?:g|i)?omp5?[-.]\S*)", _read(root / "proc/self/maps"))
+    return tuple(sorted(Path(path).name for path in dict.fromkeys(paths)))
+
+
 def _kernel_tiers() -> tuple[str, tuple[str, ...]]:
     """(tier in use, tiers that could be used). Imported late: kernels need NumPy, `--help` does not."""
     from magicpig_cli.kernels import isa

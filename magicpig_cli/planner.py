@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from magicpig_cli.config import DEFAULT_K, DEFAULT_L, AttentionOptions, Settings
+from magicpig_cli.config import DEFAULT_K, DEFAULT_L, AttentionOptions, ModelOptions, Settings
 from magicpig_cli.errors import ContextError, MemoryBudgetError, UsageError
 from magicpig_cli.hardware import Hardware
 from magicpig_cli.model.shape import ModelShape
@@ -116,7 +116,9 @@ def plan(hardware: Hardware, shape: ModelShape, settings: Settings) -> Plan:
     attention = settings.attention
     _check(attention, shape, settings.threads)
     on_gpu = settings.model.device.startswith("cuda") or (settings.model.device == "auto" and bool(hardware.gpus))
-    weights = 0 if on_gpu else _weights_bytes(shape, settings.model.dtype)
+    if on_gpu:
+        _check_gpu(hardware, shape, settings.model)
+    weights = 0 if on_gpu else _weights_bytes(shape, settings.model.dtype, automatic="float32")
     draft = Plan(
         shape=shape,
         mode=cast(Mode, attention.mode),
@@ -177,9 +179,21 @@ def _wanted_context(shape: ModelShape, settings: Settings) -> int:
     return asked
 
 
-def _weights_bytes(shape: ModelShape, dtype: str) -> int:
-    """On the CPU `auto` computes in float32."""
-    return shape.params * _DTYPE_BYTES["bfloat16" if dtype == "bfloat16" else "float32"]
+def _weights_bytes(shape: ModelShape, dtype: str, automatic: str) -> int:
+    """Bytes of the weights; `automatic` is the number type that `auto` means on the device."""
+    return shape.params * _DTYPE_BYTES[automatic if dtype == "auto" else dtype]
+
+
+def _check_gpu(hardware: Hardware, shape: ModelShape, model: ModelOptions) -> None:
+    """Refuse weights that are larger than the GPU. What is free there changes while loading, so the whole counts."""
+    _, _, number = model.device.partition(":")
+    weights = _weights_bytes(shape, model.dtype, automatic="bfloat16")
+    for gpu in hardware.gpus:
+        if gpu.index == int(number or 0) and weights > gpu.total_bytes:
+            raise MemoryBudgetError(
+                f"the weights need {format_bytes(weights)}, but {gpu.name} has {format_bytes(gpu.total_bytes)}",
+                hint="use --device cpu, or choose a smaller model",
+            )
 
 
 def _budget(hardware: Hardware, weights: int) -> int:

@@ -126,10 +126,8 @@ def _report(problem: Exception) -> int:
     if isinstance(problem, MagicpigError):
         console.error(problem)
         return problem.exit_code
-    cause = str(problem) or "no further words"
-    console.error(
-        MagicpigError(f"{type(problem).__name__}: {cause}", hint="run it again with --debug for the traceback")
-    )
+    hint = None if console.debugging() else "run it again with --debug for the traceback"
+    console.error(MagicpigError(f"{type(problem).__name__}: {problem}", hint=hint))
     return MagicpigError.exit_code
 
 

@@ -192,6 +192,8 @@ def _reasons(config: PretrainedConfig) -> Iterable[str]:
     for part in ("vision_config", "audio_config"):
         if getattr(config, part, None) is not None:
             yield f"it is a {part.split('_')[0]}-language model; only text models can be used"
+    if getattr(config, "text_config", None) is not None:
+        yield "it is a multimodal model; only text models can be used"
     if getattr(config, "kv_lora_rank", None):
         yield "it keeps compressed keys (multi-head latent attention), which cannot be sampled"
     yield from _unusual_layers(config)
@@ -240,6 +242,6 @@ def _modeling_code(config: PretrainedConfig) -> str | None:
     except (TypeError, OSError):
         return None
     modeling = source.with_name(source.name.replace("configuration_", "modeling_"))
-    if modeling == source or not modeling.is_file():
+    if modeling == source or source.name == "configuration_utils.py" or not modeling.is_file():
         return None
     return modeling.read_text(encoding="utf-8")

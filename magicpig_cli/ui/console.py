@@ -5,8 +5,10 @@ Progress moves only where stderr is a terminal; in a log file it is one plain li
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -106,10 +108,16 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right:
     terminal = sys.stdout.isatty()
     plain = not terminal or bool(os.environ.get("NO_COLOR"))
     console = Console(
-        file=sys.stdout, markup=False, highlight=False, emoji=False, width=None if terminal else _UNWRAPPED_COLUMNS,
-        color_system=None if plain else "auto", force_terminal=terminal,
+        file=io.StringIO(), markup=False, highlight=False, emoji=False, force_terminal=not plain,
+        color_system=None if plain else "standard", width=_terminal_columns() if terminal else _UNWRAPPED_COLUMNS,
     )  # fmt: skip
     console.print(table)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    print("\n".join(line.rstrip() for line in lines))
+
+
+def _terminal_columns() -> int:
+    return shutil.get_terminal_size().columns  # COLUMNS first
 
 
 class Track:

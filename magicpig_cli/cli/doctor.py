@@ -1,0 +1,107 @@
+"""`magicpig doctor`: what this machine offers, and what magicpig makes of it."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from magicpig_cli.cli.options import AsJson, command_options
+
+if TYPE_CHECKING:
+    from magicpig_cli.hardware import Hardware
+
+_PACKAGES = ("torch", "transformers", "huggingface-hub", "safetensors", "numpy")
+
+
+@command_options()
+def doctor(as_json: AsJson = False) -> None:
+    """Show versions, cores, memory, GPUs and what the kernels use on this machine."""
+    import torch  # noqa: F401  its libraries are part of what is examined
+
+    from magicpig_cli import hardware
+
+    machine = hardware.probe()
+    runtimes = hardware.openmp_runtimes()
+    if as_json:
+        print(json.dumps(report(machine, runtimes)))
+    else:
+        _print_page(machine, runtimes)
+
+
+def report(machine: Hardware, runtimes: tuple[str, ...]) -> dict[str, Any]:
+    """The object of `doctor --json` (CLI.md). A token is only ever reported as present or not."""
+    return {
+        "versions": _versions(),
+        "cpu": {
+            "model": machine.cpu_model,
+            "isa": machine.isa,
+            "tiers": list(machine.tiers),
+            "cores_physical": machine.cores_physical,
+            "cores_usable": machine.cores_usable,
+            "threads": machine.threads,
+        },
+        "memory": {
+            "total_bytes": machine.memory_total,
+            "free_bytes": machine.memory_free,
+            "limit_bytes": machine.memory_limit,
+        },
+        "gpus": [
+            {"index": gpu.index, "name": gpu.name, "total_bytes": gpu.total_bytes, "free_bytes": gpu.free_bytes}
+            for gpu in machine.gpus
+        ],
+        "openmp_runtimes": list(runtimes),
+        "profile": None,
+        "hub": _hub(),
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    import magicpig_cli
+
+    versions: dict[str, str | None] = {"magicpig": magicpig_cli.__version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def _hub() -> dict[str, Any]:
+    from huggingface_hub import constants, get_token
+
+    return {"cache": str(constants.HF_HUB_CACHE), "token": get_token() is not None}
+
+
+def _print_page(machine: Hardware, runtimes: tuple[str, ...]) -> None:
+    from magicpig_cli.cli.config_file import config_path
+    from magicpig_cli.ui import console
+    from magicpig_cli.units import format_bytes
+
+    hub, config = _hub(), config_path()
+    limit = "" if machine.memory_limit is None else f", container limit {format_bytes(machine.memory_limit)}"
+    gpus = [
+        f"{gpu.name}, {format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free" for gpu in machine.gpus
+    ]
+    rows = [
+        ("versions", ", ".join(f"{name} {version or 'missing'}" for name, version in _versions().items())),
+        ("system", f"{platform.system()} {platform.release()} {platform.machine()}{_platform_note()}"),
+        ("CPU", machine.cpu_model),
+        ("kernels", f"{machine.isa} (can run: {', '.join(machine.tiers) or 'only the NumPy reference'})"),
+        ("cores", f"{machine.cores_physical} physical, {machine.cores_usable} usable by this process"),
+        ("threads", str(machine.threads)),
+        ("NUMA nodes", str(machine.numa_nodes)),
+        ("memory", f"{format_bytes(machine.memory_free)} of {format_bytes(machine.memory_total)} free{limit}"),
+        *((f"GPU {number}", text) for number, text in enumerate(gpus)),
+        *([("GPU", "none that torch can use")] if not gpus else []),
+        ("OpenMP", ", ".join(runtimes) + (" (more than one: they compete for cores)" if len(runtimes) > 1 else "")),
+        ("config", f"{config}{'' if config.exists() else ' (not there)'}"),
+        ("Hub cache", f"{hub['cache']}, token {'present' if hub['token'] else 'not set'}"),
+    ]
+    console.print_table(("", ""), rows)
+
+
+def _platform_note() -> str:
+    return "" if platform.system() == "Linux" else " (magicpig is tested on Linux only)"

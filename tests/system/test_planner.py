@@ -1,0 +1,220 @@
+"""Choices, refusals and byte sums of the planner, for shapes and machines written out as literals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from magicpig_cli.config import AttentionOptions, ModelOptions, Settings
+from magicpig_cli.errors import ContextError, MemoryBudgetError, UsageError
+from magicpig_cli.hardware import Gpu, Hardware
+from magicpig_cli.model.shape import ModelShape
+from magicpig_cli.planner import RUNTIME_BYTES, plan
+
+GIB = 1 << 30
+
+DESKTOP = Hardware(
+    cpu_model="Some CPU", isa="avx2", tiers=("portable", "avx2"), cores_physical=8, cores_usable=16, threads=8,
+    numa_nodes=1, memory_total=128 * GIB, memory_free=110 * GIB, memory_limit=None, process_bytes=0,
+)  # fmt: skip
+LLAMA_8B = ModelShape(
+    family="llama", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, vocab=128_256,
+    layer_windows=(None,) * 32, context=131_072, rope="llama3", trained_context=8192, params=8_030_261_248,
+)  # fmt: skip
+QWEN_7B = ModelShape(
+    family="qwen2", layers=28, hidden=3584, heads=28, kv_heads=4, head_dim=128, vocab=152_064,
+    layer_windows=(None,) * 28, context=32_768, params=7_615_616_512,
+)  # fmt: skip
+MISTRAL_7B = ModelShape(
+    family="mistral", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, vocab=32_000,
+    layer_windows=(4096,) * 32, context=32_768, params=7_241_732_096,
+)  # fmt: skip
+
+
+def settings(**values) -> Settings:
+    attention = {k: v for k, v in values.items() if k in AttentionOptions.__dataclass_fields__}
+    model = {k: v for k, v in values.items() if k in ModelOptions.__dataclass_fields__}
+    rest = {k: v for k, v in values.items() if k not in attention and k not in model}
+    return Settings(attention=AttentionOptions(**attention), model=ModelOptions(**model), **rest)
+
+
+def test_defaults():
+    chosen = plan(DESKTOP, LLAMA_8B, Settings())
+    assert (chosen.mode, chosen.K, chosen.L, chosen.sink, chosen.local) == ("auto", 10, 150, 4, 64)
+    assert (chosen.flush, chosen.chunk, chosen.block_rows, chosen.auto_lsh_from) == (64, 512, 1024, 4096)
+    assert chosen.row_dtype == "bfloat16"
+    assert chosen.threads == 8
+    assert chosen.dense_layers == (0,)
+    assert chosen.sampled_layers == tuple(range(1, 32))
+    assert chosen.context == 131_072
+
+
+# Llama-3.1-8B at 98,304 tokens: 98,304 − 4 − 64 = 98,236 keys, in whole flushes of 64: 98,176; 96 blocks of 1,024 rows.
+LLAMA_96K_KEYS = 98_176
+LLAMA_96K_KV = 32 * 8 * (96 * 1024) * (2 * 128 * 2)
+LLAMA_96K_INDEX = 31 * 8 * 150 * 2 * (LLAMA_96K_KEYS + 2 * 1025 + 1024)  # two segments, one tail
+
+
+def test_bytes_of_llama_at_96k():
+    chosen = plan(DESKTOP, LLAMA_8B, settings(mode="lsh"))
+    assert chosen.offloaded(98_304) == LLAMA_96K_KEYS
+    assert chosen.kv_bytes(98_304) == LLAMA_96K_KV == 12 * GIB
+    assert chosen.index_bytes(98_304) == LLAMA_96K_INDEX
+    assert chosen.sequence_bytes(98_304) == LLAMA_96K_KV + LLAMA_96K_INDEX
+
+
+def test_float32_rows_take_twice_the_bytes():
+    half, full = (plan(DESKTOP, QWEN_7B, settings(kv_dtype=kind)) for kind in ("bfloat16", "float32"))
+    assert full.kv_bytes(9000) == 2 * half.kv_bytes(9000)
+    assert full.index_bytes(9000) == half.index_bytes(9000)
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "indexed"),
+    [
+        ({"mode": "exact"}, 30_000, False),
+        ({"mode": "auto"}, 4095, False),
+        ({"mode": "auto"}, 4096, True),
+        ({"mode": "lsh"}, 4095, True),
+        ({"mode": "lsh"}, 4 + 64 + 256, True),
+        ({"mode": "lsh"}, 4 + 64 + 255, False),
+        ({"mode": "lsh", "dense_layers": tuple(range(28))}, 30_000, False),
+        ({"mode": "lsh"}, 1, False),
+    ],
+)
+def test_when_there_is_an_index(options, tokens, indexed):
+    assert (plan(DESKTOP, QWEN_7B, settings(**options)).index_bytes(tokens) > 0) == indexed
+
+
+def test_each_segment_of_65472_tokens_has_its_own_offsets():
+    chosen = plan(DESKTOP, LLAMA_8B, settings(mode="lsh", K=12, L=10))
+    one, two = chosen.index_bytes(4 + 64 + 65_472), chosen.index_bytes(4 + 64 + 65_472 + 64)
+    assert two - one == 31 * 8 * 10 * 2 * (64 + 4097)
+
+
+def test_windowed_layers_are_never_sampled():
+    chosen = plan(DESKTOP, MISTRAL_7B, settings(mode="lsh"))
+    assert chosen.sampled_layers == ()
+    assert chosen.index_bytes(30_000) == 0
+    assert any("no layer can be sampled" in reason for reason in chosen.reasons)
+    mixed = replace(MISTRAL_7B, layer_windows=(4096, None) * 16)
+    assert plan(DESKTOP, mixed, settings(mode="lsh", dense_layers=(3,))).sampled_layers == (1, *range(5, 32, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"K": 0}, "-K 0"),
+        ({"K": 17}, "-K 17"),
+        ({"L": 1}, "-L 1"),
+        ({"sink": -1}, "--sink -1"),
+        ({"local": 0}, "--local 0"),
+        ({"threads": 0}, "--threads 0"),
+        ({"dense_layers": (0, 28)}, "layer 28; this model has layers 0 to 27"),
+        ({"dense_layers": (-1,)}, "layer -1"),
+        ({"mode": "topk"}, "topk"),
+        ({"kv_dtype": "float16"}, "float16"),
+        ({"context": 0}, "0 tokens"),
+    ],
+)
+def test_refused_values(options, words):
+    with pytest.raises(UsageError) as caught:
+        plan(DESKTOP, QWEN_7B, settings(**options))
+    assert words in caught.value.message
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("options", [{"K": 1, "L": 2}, {"K": 16, "L": 2}, {"dense_layers": (27, 0, 27)}, {"sink": 0}])
+def test_accepted_values(options):
+    chosen = plan(DESKTOP, QWEN_7B, settings(**options))
+    assert chosen.K == options.get("K", 10)
+    assert chosen.L == options.get("L", 150)
+    assert chosen.sink == options.get("sink", 4)
+    assert chosen.dense_layers == ((0, 27) if "dense_layers" in options else (0,))
+
+
+def test_context_beyond_the_model_needs_permission():
+    with pytest.raises(ContextError) as caught:
+        plan(DESKTOP, QWEN_7B, settings(context=65_536))
+    assert "65,536" in caught.value.message
+    assert "32,768" in caught.value.message
+    assert "-c 32768" in caught.value.hint
+    assert "--allow-extrapolation" in caught.value.hint
+    assert plan(DESKTOP, QWEN_7B, settings(context=65_536, allow_extrapolation=True)).context == 65_536
+    assert plan(DESKTOP, QWEN_7B, settings(context=1024)).context == 1024
+
+
+SMALL = replace(DESKTOP, memory_free=40 * GIB)
+
+
+def test_a_context_that_was_asked_for_must_fit():
+    with pytest.raises(MemoryBudgetError) as caught:
+        plan(SMALL, LLAMA_8B, settings(context=131_072, mode="lsh"))
+    assert "keys and values" in caught.value.message
+    assert "index" in caught.value.message
+    fits = int(caught.value.hint.split()[1])
+    chosen = plan(SMALL, LLAMA_8B, settings(context=fits, mode="lsh"))
+    assert chosen.sequence_bytes(fits) <= chosen.budget_bytes < chosen.sequence_bytes(fits + 1024)
+
+
+def test_a_context_nobody_asked_for_shrinks_to_what_fits():
+    chosen = plan(SMALL, LLAMA_8B, settings(mode="lsh"))
+    assert 0 < chosen.context < 131_072
+    assert chosen.sequence_bytes(chosen.context) <= chosen.budget_bytes
+    assert chosen.batch_size == 1
+    assert "what fits in memory" in chosen.reasons[0]
+
+
+def test_weights_that_do_not_fit_are_refused_with_the_sum():
+    with pytest.raises(MemoryBudgetError, match=r"29\.9 GiB .* 20\.0 GiB"):
+        plan(replace(DESKTOP, memory_free=20 * GIB), LLAMA_8B, Settings())
+    assert plan(replace(DESKTOP, memory_free=20 * GIB), LLAMA_8B, settings(dtype="bfloat16")).budget_bytes > 0
+
+
+def test_the_budget_is_the_same_before_and_after_loading():
+    before = plan(DESKTOP, LLAMA_8B, Settings())
+    held = before.weights_bytes + RUNTIME_BYTES
+    after = plan(replace(DESKTOP, memory_free=DESKTOP.memory_free - held, process_bytes=held), LLAMA_8B, Settings())
+    assert after.budget_bytes == before.budget_bytes == 110 * GIB - held
+
+
+def test_weights_on_a_gpu_leave_host_memory_to_sequences():
+    card = Gpu(0, "Some GPU", 24 * GIB, 23 * GIB)
+    chosen = plan(replace(DESKTOP, gpus=(card,)), LLAMA_8B, Settings())
+    assert chosen.weights_bytes == 0
+    assert chosen.budget_bytes == 109 * GIB
+    assert plan(replace(DESKTOP, gpus=(card,)), LLAMA_8B, settings(device="cpu")).weights_bytes > 0
+
+
+def test_weights_larger_than_the_gpu_are_refused():
+    cards = (Gpu(0, "Big", 24 * GIB, 23 * GIB), Gpu(1, "Small", 12 * GIB, 12 * GIB))
+    machine = replace(DESKTOP, gpus=cards)
+    with pytest.raises(MemoryBudgetError, match=r"15\.0 GiB, but Small has 12\.0 GiB"):
+        plan(machine, LLAMA_8B, settings(device="cuda:1"))
+    with pytest.raises(MemoryBudgetError, match=r"29\.9 GiB, but Big has 24\.0 GiB"):
+        plan(machine, LLAMA_8B, settings(device="cuda", dtype="float32"))
+    assert plan(machine, LLAMA_8B, settings(device="cuda")).weights_bytes == 0
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(131_072, 3), (98_304, 4), (32_768, 8), (1, 8)])
+def test_batch_size(tokens, expected):
+    assert plan(DESKTOP, LLAMA_8B, settings(mode="lsh")).sequences_that_fit(tokens) == expected
+
+
+def test_threads():
+    assert plan(DESKTOP, QWEN_7B, settings(threads=3)).threads == 3
+    assert plan(replace(DESKTOP, threads=4), QWEN_7B, Settings()).threads == 4
+
+
+def test_every_choice_has_a_reason():
+    text = "\n".join(plan(DESKTOP, LLAMA_8B, Settings()).reasons)
+    for words in (
+        "context 131,072",
+        "llama3 scaling of 8,192",
+        "attention auto",
+        "K=10 L=150",
+        "threads 8",
+        "bfloat16",
+    ):
+        assert words in text
