@@ -60,13 +60,15 @@ def report(machine: Hardware, runtimes: tuple[str, ...]) -> dict[str, Any]:
 def _versions() -> dict[str, str | None]:
     import magicpig_cli
 
-    versions: dict[str, str | None] = {"magicpig": magicpig_cli.__version__, "python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
+    own = {"magicpig": magicpig_cli.__version__, "python": platform.python_version()}
+    return own | {name: _version(name) for name in _PACKAGES}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _hub() -> dict[str, Any]:

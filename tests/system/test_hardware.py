@@ -28,7 +28,7 @@ def machine(cpus: int = 8, siblings: int = 1, allowed: str | None = None, free_g
     ]
     return {
         "proc/cpuinfo": "\n".join(blocks),
-        "proc/meminfo": f"MemTotal:  {1024 * GIB // 1024} kB\nMemFree: 1 kB\nMemAvailable: {free_gib * GIB // 1024} kB\n",
+        "proc/meminfo": f"MemTotal:  {GIB} kB\nMemFree: 1 kB\nMemAvailable: {free_gib << 20} kB\n",
         "proc/self/status": f"Name:\tpython\nCpus_allowed_list:\t{allowed or f'0-{cpus - 1}'}\n",
         "proc/self/statm": "1000 300 100 1 0 1 0\n",
         "sys/devices/system/node/node0/cpulist": "0-3\n",

@@ -1,4 +1,4 @@
-"""Shapes read from configs as publishers write them: head dims, windows, rotary scaling, what is refused (CASES 15–18)."""
+"""Shapes read from configs as publishers write them: head dims, windows, rotary scaling (CASES 15–18)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def config(family: str, **values) -> PretrainedConfig:
 @pytest.mark.parametrize(
     ("family", "values", "expected"),
     [
-        pytest.param("qwen3", {"hidden_size": 2560, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
-                     (32, 8, 128), id="qwen3-4b"),
-        pytest.param("qwen3", {"hidden_size": 5120, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128},
-                     (64, 8, 128), id="qwen3-32b"),
+        pytest.param("qwen3", {"hidden_size": 2560, "num_attention_heads": 32, "num_key_value_heads": 8,
+                     "head_dim": 128}, (32, 8, 128), id="qwen3-4b"),
+        pytest.param("qwen3", {"hidden_size": 5120, "num_attention_heads": 64, "num_key_value_heads": 8,
+                     "head_dim": 128}, (64, 8, 128), id="qwen3-32b"),
         pytest.param("llama", {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3},
                      (9, 3, 64), id="demo"),
         pytest.param("llama", {"hidden_size": 4096, "num_attention_heads": 32}, (32, 32, 128), id="no-gqa"),
         pytest.param("phi3", {"hidden_size": 3072, "num_attention_heads": 32, "num_key_value_heads": 32},
                      (32, 32, 96), id="phi3-mini"),
-        pytest.param("gemma2", {"hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
-                     (8, 4, 256), id="gemma2-2b"),
+        pytest.param("gemma2", {"hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4,
+                     "head_dim": 256}, (8, 4, 256), id="gemma2-2b"),
         pytest.param("qwen2", {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
                      (28, 4, 128), id="qwen2.5-7b"),
     ],

