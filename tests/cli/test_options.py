@@ -1,0 +1,239 @@
+"""Every shared option, and where its value comes from: option > environment > config.yaml > default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+
+from magicpig_cli.cli import app, chat
+from magicpig_cli.cli.options import GROUPS, SHARED_OPTIONS, command_options
+from magicpig_cli.config import Settings
+
+
+class Caught:
+    """Settings that the command got."""
+
+    settings: Settings | None = None
+    own: Any = None
+
+
+@pytest.fixture
+def caught(monkeypatch, tmp_path) -> Caught:
+    """`magicpig chat` replaced by a command with every shared option, in an empty configuration."""
+    box = Caught()
+
+    @command_options(*GROUPS)
+    def probe(settings: Settings, own: Annotated[int, typer.Option()] = 7) -> None:
+        """Remember what came."""
+        box.settings, box.own = settings, own
+
+    monkeypatch.setattr(chat, "chat", probe)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    for option in SHARED_OPTIONS:
+        monkeypatch.delenv("MAGICPIG_" + option.name.upper(), raising=False)
+    return box
+
+
+def write_config(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "magicpig-cli" / "config.yaml"
+    path.parent.mkdir()
+    path.write_text(text)
+    return path
+
+
+def field(settings: Settings | None, path: str) -> Any:
+    value: Any = settings
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+# option name → (what is typed, what Settings hold)
+EXAMPLES: dict[str, tuple[str | None, Any]] = {
+    "model": ("org/name", "org/name"),
+    "revision": ("v1", "v1"),
+    "device": ("cuda:1", "cuda:1"),
+    "dtype": ("bfloat16", "bfloat16"),
+    "context": ("96k", 98_304),
+    "allow_extrapolation": (None, True),
+    "chat_template": (__file__, Path(__file__).read_text(encoding="utf-8")),
+    "threads": ("3", 3),
+    "offline": (None, True),
+    "trust_remote_code": (None, True),
+    "attention": ("lsh", "lsh"),
+    "K": ("12", 12),
+    "L": ("200", 200),
+    "sink": ("8", 8),
+    "local": ("128", 128),
+    "dense_layers": ("16,0", (0, 16)),
+    "kv_dtype": ("float32", "float32"),
+    "hash_seed": ("5", 5),
+    "max_tokens": ("9", 9),
+    "temperature": ("0", 0.0),
+    "top_p": ("0.9", 0.9),
+    "top_k": ("40", 40),
+    "min_p": ("0.1", 0.1),
+    "repetition_penalty": ("1.1", 1.1),
+    "stop": ("END", ("END",)),
+    "seed": ("0", 0),
+    "system": ("Be brief [/INST].", "Be brief [/INST]."),
+    "load_format": ("dummy", "dummy"),
+}
+
+
+def test_the_examples_cover_every_option():
+    assert EXAMPLES.keys() == {option.name for option in SHARED_OPTIONS}
+
+
+@pytest.mark.parametrize("option", SHARED_OPTIONS, ids=lambda option: option.name)
+def test_every_spelling_sets_its_field_and_nothing_else(caught, option):
+    typed, wanted = EXAMPLES[option.name]
+    defaults = {other.field: field(Settings(), other.field) for other in SHARED_OPTIONS}
+    assert defaults[option.field] != wanted
+    for spelling in option.spellings:
+        assert app.run(["chat", spelling] + ([] if typed is None else [typed])) == 0
+        got = {other.field: field(caught.settings, other.field) for other in SHARED_OPTIONS}
+        assert got == defaults | {option.field: wanted}
+
+
+@pytest.mark.parametrize("option", SHARED_OPTIONS, ids=lambda option: option.name)
+def test_every_option_can_come_from_the_environment(caught, monkeypatch, option):
+    typed, wanted = EXAMPLES[option.name]
+    text = "END" if option.name == "stop" else typed
+    monkeypatch.setenv("MAGICPIG_" + option.name.upper(), "1" if text is None else text)
+    if option.name == "system":
+        monkeypatch.setenv("MAGICPIG_SYSTEM", "Be brief [/INST].")
+    assert app.run(["chat"]) == 0
+    assert field(caught.settings, option.field) == wanted
+
+
+def test_precedence(caught, monkeypatch, tmp_path):
+    write_config(tmp_path, "K: 1\nL: 11\nsink: 21\nchat:\n  L: 12\n")
+    assert app.run(["chat"]) == 0
+    assert (caught.settings.attention.K, caught.settings.attention.L, caught.settings.attention.sink) == (1, 12, 21)
+    monkeypatch.setenv("MAGICPIG_K", "2")
+    monkeypatch.setenv("MAGICPIG_L", "13")
+    assert app.run(["chat", "-K", "3"]) == 0
+    assert (caught.settings.attention.K, caught.settings.attention.L, caught.settings.attention.sink) == (3, 13, 21)
+    assert caught.settings.attention.local == Settings().attention.local
+
+
+def test_config_file_forms(caught, tmp_path):
+    write_config(
+        tmp_path,
+        "context: 32k\ndense-layers: [0, 3]\noffline: true\ntrust_remote_code: false\nrevision: null\n"
+        "stop: [one, 'two words']\nbench:\n  reps: 2\nchat:\n  own: 9\nmodels check:\n  context: 8k\n",
+    )
+    assert app.run(["chat"]) == 0
+    settings = caught.settings
+    assert (settings.context, settings.attention.dense_layers) == (32_768, (0, 3))
+    assert (settings.model.offline, settings.model.trust_remote_code, settings.model.revision) == (True, False, None)
+    assert settings.generation.stop == ("one", "two words")
+    assert caught.own == 9
+
+
+def test_a_single_stop_in_the_config_file(caught, tmp_path):
+    write_config(tmp_path, "stop: END OF TEXT\n")
+    assert app.run(["chat"]) == 0
+    assert caught.settings.generation.stop == ("END OF TEXT",)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("contxt: 32k\n", ["'contxt'", "did you mean context?"]),
+        ("chat:\n  oen: 9\n", ["chat: unknown key 'oen'", "did you mean own?"]),
+        ("zzzzzz: 1\n", ["'zzzzzz'", "--help"]),
+        ("chat: 3\n", ["chat must hold options, not 3"]),
+        ("- a\n- b\n", ["['a', 'b']"]),
+        ("a: [\n", ["not YAML"]),
+    ],
+)
+def test_a_wrong_config_file_is_named(caught, tmp_path, capsys, text, words):
+    path = write_config(tmp_path, text)
+    assert app.run(["chat"]) == 2
+    printed = capsys.readouterr().err
+    assert caught.settings is None
+    for word in [str(path), *words]:
+        assert word in printed
+
+
+@pytest.mark.parametrize(("text", "words"), [("context: lots\n", "--context: 'lots'"), ("K: many\n", "-K")])
+def test_a_wrong_value_in_the_config_file_names_the_option(caught, tmp_path, capsys, text, words):
+    write_config(tmp_path, text)
+    assert app.run(["chat"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_wrong_config_file_does_not_hide_the_help(tmp_path, monkeypatch, capsys):
+    write_config(tmp_path, "a: [\n")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert app.run(["chat", "--help"]) == 0
+    assert "--context" in capsys.readouterr().out
+
+
+def test_an_empty_config_file(caught, tmp_path):
+    write_config(tmp_path, "# nothing yet\n")
+    assert app.run(["chat"]) == 0
+    assert caught.settings == Settings()
+
+
+def test_repeated_stop(caught):
+    assert app.run(["chat", "--stop", "a", "--stop", "b c"]) == 0
+    assert caught.settings.generation.stop == ("a", "b c")
+
+
+@pytest.mark.parametrize(("typed", "layers"), [("auto", None), ("none", ()), ("3", (3,)), (" 2, 1,2", (1, 2))])
+def test_dense_layers(caught, typed, layers):
+    assert app.run(["chat", "--dense-layers", typed]) == 0
+    assert caught.settings.attention.dense_layers == layers
+
+
+def test_system_prompt_from_a_file(caught, tmp_path):
+    (tmp_path / "system.txt").write_text("\ufeffYou are [bold].\n", encoding="utf-8")
+    assert app.run(["chat", "-s", f"@{tmp_path}/system.txt"]) == 0
+    assert caught.settings.system == "You are [bold].\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-c", "9x"], "--context: '9x' is not a number of tokens"),
+        (["-c", "0"], "--context: a context of 0"),
+        (["--attention", "topk"], "--attention: 'topk' is not one of auto, lsh, exact"),
+        (["--dtype", "float16"], "--dtype: 'float16'"),
+        (["--device", "gpu"], "--device: 'gpu'"),
+        (["--dense-layers", "a"], "--dense-layers: 'a'"),
+        (["--chat-template", "/no/such"], "--chat-template: cannot read /no/such: No such file"),
+        (["-s", "@/no/such"], "--system: cannot read /no/such"),
+        (["-K", "17"], "-K"),
+        (["-L", "1"], "-L"),
+        (["--top-p", "1.5"], "--top-p"),
+        (["-t", "0"], "--threads"),
+        (["--sed", "1"], "--seed"),
+        (["--seed"], "--seed"),
+        (["surplus"], "surplus"),
+    ],
+)
+def test_wrong_values_are_one_line_that_names_the_option(caught, capsys, arguments, words):
+    assert app.run(["chat", *arguments]) == 2
+    printed = capsys.readouterr().err.splitlines()
+    assert caught.settings is None
+    assert printed[0].startswith("error: ")
+    assert words in printed[0]
+    assert len(printed) <= 2
+    assert all(line.startswith("hint: ") for line in printed[1:])
+
+
+def test_options_can_be_left_out():
+    @command_options("model", "attention", without=("model",))
+    def probe(settings: Settings) -> None:
+        """Nothing."""
+
+    names = probe.__signature__.parameters
+    assert "model" not in names
+    assert {"device", "K", "debug", "verbose"} <= names.keys()
+    assert "settings" not in names
