@@ -80,7 +80,7 @@ def raising(monkeypatch):
     ("problem", "code", "printed"),
     [
         (MagicpigError("it broke"), 1, "error: it broke\n"),
-        (ContextError("too\nlong [/INST]", hint="-c 9 [/'A', 1]"), 1, "error: too long [/INST]\nhint: -c 9 [/'A', 1]\n"),
+        (ContextError("too\nlong [/INST]", hint="-c [/'A', 1]"), 1, "error: too long [/INST]\nhint: -c [/'A', 1]\n"),
         (UsageError("what?"), 2, "error: what?\n"),
         (typer.Exit(3), 3, ""),
         (typer.Exit(0), 0, ""),
