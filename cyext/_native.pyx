@@ -50,6 +50,7 @@ cdef extern from "rows.h" nogil:
     void pack(const float* x, int head_dim, int wide, float* out)
     void add_packed(const float* x, int head_dim, int wide, float factor, float* out)
     void prefetch(const char* at, int64_t bytes)
+    void prefetch_row(const char* at, int64_t bytes)
     void rows_dot(const float* x, const row_t* rows, int n, int head_dim, int wide,
                   const row_t* ahead, int64_t skip, int64_t bytes, float* out)
     void rows_distance(const float* x, const row_t* rows, int n, int head_dim, int wide,

@@ -166,7 +166,7 @@ cdef void _attend_sampled(const Piece* piece, const Shape* shape, const float* q
     pack(part.mu + piece.kv_head * shape.D, shape.D, rows.wide, mu)
     for r in range(n):
         tile[0][r] = row_at(rows, piece.kv_head, part.start + ids[0][r])
-        prefetch(tile[0][r], key_bytes)
+        prefetch_row(tile[0][r], key_bytes)
     while n > 0:
         ahead = _next_tile(&scan, ids[1 - now])
         for r in range(ahead):
@@ -174,7 +174,7 @@ cdef void _attend_sampled(const Piece* piece, const Shape* shape, const float* q
         rows_distance(mu, tile[now], n, shape.D, rows.wide, tile[now], key_bytes, key_bytes, squares)
         for g in range(shape.G):
             for r in range(g * ahead // shape.G, (g + 1) * ahead // shape.G):
-                prefetch(tile[1 - now][r], key_bytes)
+                prefetch_row(tile[1 - now][r], key_bytes)
             sampled[g] += _attend_head(scan.bits + g * part.words, ids[now], tile[now], squares, n, mu,
                                        q + g * shape.packed, rows, shape, table, cells, out + g * shape.packed,
                                        top + g, total + g)

@@ -35,7 +35,7 @@ static inline void hash_pack(const row_t *rows, int n, int D, int wide, float *o
 }
 
 /* Bit k of the codes [HASH_ROWS][VW] of `tables` neighbouring table blocks, for one tile of rows. */
-static inline __attribute__((always_inline)) void hash_tile(const float *rows, const float *panel, int64_t stride,
+static INLINE void hash_tile(const float *rows, const float *panel, int64_t stride,
         int D, int tables, const float *bias, int64_t bias_stride, int k, uint32_t *codes, int64_t code_stride,
         float *raw) {
     vf acc[HASH_ROWS][HASH_TABLES];

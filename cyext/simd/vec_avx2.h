@@ -33,6 +33,17 @@ static inline void vf_load_bf16(const uint16_t *p, vf *even, vf *odd) {
     *even = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
     *odd = _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32((int)0xffff0000u)));
 }
+static inline void vf_load_part(const float *p, int n, vf *first, vf *second) {
+    float part[2 * VW] = {0};
+    for (int i = 0; i < n; i++) part[i] = p[i];
+    *first = vf_load(part);
+    *second = vf_load(part + VW);
+}
+static inline void vf_load_bf16_part(const uint16_t *p, int n, vf *even, vf *odd) {
+    uint16_t part[2 * VW] = {0};
+    for (int i = 0; i < n; i++) part[i] = p[i];
+    vf_load_bf16(part, even, odd);
+}
 static inline void vf_sum4(vf a, vf b, vf c, vf d, float *out) {
     vf sums = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));

@@ -35,6 +35,16 @@ static inline void vf_load_bf16(const uint16_t *p, vf *even, vf *odd) {
     *even = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
     *odd = _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000u)));
 }
+static inline void vf_load_part(const float *p, int n, vf *first, vf *second) {
+    uint32_t mask = (1u << n) - 1;
+    *first = _mm512_maskz_loadu_ps((__mmask16)mask, p);
+    *second = _mm512_maskz_loadu_ps((__mmask16)(mask >> 16), p + VW);
+}
+static inline void vf_load_bf16_part(const uint16_t *p, int n, vf *even, vf *odd) {
+    __m512i v = _mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p);
+    *even = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
+    *odd = _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000u)));
+}
 static inline __m256 half_sum(vf a) { return _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1)); }
 static inline void vf_sum4(vf a, vf b, vf c, vf d, float *out) {
     __m256 low = _mm256_hadd_ps(half_sum(a), half_sum(b)), high = _mm256_hadd_ps(half_sum(c), half_sum(d));

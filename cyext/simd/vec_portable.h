@@ -44,6 +44,18 @@ static inline void vf_load_bf16(const uint16_t *p, vf *even, vf *odd) {
     *even = (vf)(v << 16);
     *odd = (vf)(v & 0xffff0000u);
 }
+/* The first n < 2·VW elements, then zeros. */
+static inline void vf_load_part(const float *p, int n, vf *first, vf *second) {
+    float part[2 * VW] = {0};
+    for (int i = 0; i < n; i++) part[i] = p[i];
+    *first = vf_load(part);
+    *second = vf_load(part + VW);
+}
+static inline void vf_load_bf16_part(const uint16_t *p, int n, vf *even, vf *odd) {
+    uint16_t part[2 * VW] = {0};
+    for (int i = 0; i < n; i++) part[i] = p[i];
+    vf_load_bf16(part, even, odd);
+}
 static inline void vf_sum4(vf a, vf b, vf c, vf d, float *out) {
     vf even = __builtin_shuffle(a, b, (vi){0, 4, 1, 5}) + __builtin_shuffle(a, b, (vi){2, 6, 3, 7});
     vf odd = __builtin_shuffle(c, d, (vi){0, 4, 1, 5}) + __builtin_shuffle(c, d, (vi){2, 6, 3, 7});
