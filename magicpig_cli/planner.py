@@ -234,6 +234,8 @@ def _reasons(draft: Plan, context: int, hardware: Hardware, settings: Settings) 
     """One line per choice."""
     shape = draft.shape
     lines = [_context_reason(draft, context, settings), _attention_reason(draft)]
+    if shape.rope in ("longrope", "dynamic"):
+        lines.append(f"rotary frequencies: those of {context:,} tokens at every length ({shape.rope})")
     windowed = shape.layers - len(shape.full_layers)
     if windowed:
         lines.append(f"{windowed} of {shape.layers} layers attend through a sliding window: exact, no index")

@@ -218,3 +218,5 @@ def test_every_choice_has_a_reason():
         "bfloat16",
     ):
         assert words in text
+    phi = replace(LLAMA_8B, rope="longrope", trained_context=4096)
+    assert any("those of 8,192 tokens" in reason for reason in plan(DESKTOP, phi, settings(context=8192)).reasons)
