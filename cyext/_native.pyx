@@ -51,11 +51,12 @@ cdef extern from "rows.h" nogil:
     void add_packed(const float* x, int head_dim, int wide, float factor, float* out)
     void prefetch(const char* at, int64_t bytes)
     void prefetch_row(const char* at, int64_t bytes)
-    void rows_dot(const float* x, const row_t* rows, int n, int head_dim, int wide,
+    void rows_dot(const float* x, int64_t stride, int count, const row_t* rows, int n, int head_dim, int wide,
                   const row_t* ahead, int64_t skip, int64_t bytes, float* out)
     void rows_distance(const float* x, const row_t* rows, int n, int head_dim, int wide,
                        const row_t* ahead, int64_t skip, int64_t bytes, float* out)
-    void rows_add(const float* p, const row_t* rows, int n, int head_dim, int wide, float factor, float* total)
+    void rows_add(const float* p, int count, const row_t* rows, int n, int head_dim, int wide, const float* factor,
+                  float* total, int64_t stride)
     float packed_dot(const float* x, const float* y, int head_dim)
 
 

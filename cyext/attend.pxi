@@ -149,40 +149,44 @@ def exact_attend(const float[:, :, ::1] q, runs, float scale, float softcap, int
 
 cdef void _attend_run(const Piece* piece, const Shape* shape, const float* queries, float* out, float* top,
                       float* total) noexcept nogil:
-    """All rows of the piece, tile by tile; the next tile is prefetched while the first query head works."""
+    """All rows of the piece, tile by tile, two query heads at a time: a row is decoded once for both."""
     cdef const rows_t* rows = piece.rows
     cdef const float* q = queries + ((rows.wide * shape.B + piece.b) * shape.H + piece.kv_head * shape.G) * shape.packed
     cdef row_t tile[2][TILE]
-    cdef float weights[TILE]
+    cdef float weights[2 * TILE]
     cdef int64_t at = piece.start
-    cdef int n = <int>min(<int64_t>TILE, piece.stop - at), ahead, g, now = 0, i
+    cdef int n = <int>min(<int64_t>TILE, piece.stop - at), ahead, g, pair, now = 0, i
     rows_from(rows, piece.kv_head, at, n, tile[0])
     for g in range(shape.G):
         top[g] = -INFINITY
     while n > 0:
         at = at + n
-        ahead = <int>min(<int64_t>TILE, piece.stop - at)
+        ahead = <int>max(<int64_t>0, min(<int64_t>TILE, piece.stop - at))
         rows_from(rows, piece.kv_head, at, ahead, tile[1 - now])
-        for i in range(max(ahead, 0), n):
+        for i in range(ahead, n):
             tile[1 - now][i] = tile[now][i]
-        for g in range(shape.G):
-            rows_dot(q + g * shape.packed, tile[now], n, shape.D, rows.wide, tile[1 - now] if g == 0 else NULL, 0,
-                     rows.row_bytes, weights)
-            _accumulate(weights, NULL, tile[now], n, rows, shape, out + g * shape.packed, top + g, total + g)
+        g = 0
+        while g < shape.G:
+            pair = 2 if g + 1 < shape.G else 1
+            rows_dot(q + g * shape.packed, shape.packed, pair, tile[now], n, shape.D, rows.wide,
+                     tile[1 - now] if g == 0 else NULL, 0, rows.row_bytes, weights)
+            _accumulate(weights, pair, NULL, tile[now], n, rows, shape, out + g * shape.packed, top + g, total + g)
+            g = g + pair
         n, now = ahead, 1 - now
 
 
-cdef inline void _accumulate(float* dots, const float* extra, const row_t* tile, int n, const rows_t* rows,
+cdef inline void _accumulate(float* dots, int count, const float* extra, const row_t* tile, int n, const rows_t* rows,
                              const Shape* shape, float* out, float* top, float* total) noexcept nogil:
-    """dots = q·k of n rows → their part of the online softmax; `extra` is added to the logits."""
-    cdef int r
-    cdef float factor
-    logits_scale(dots, n, shape.scale, shape.cap)
-    if extra != NULL:
-        for r in range(n):
-            dots[r] += extra[r]
-    factor = softmax_step(dots, n, top, total)
-    rows_add(dots, tile, n, shape.D, rows.wide, factor, out)
+    """dots [count][TILE] = q·k of n rows → their part of the online softmax; `extra` is added to the logits."""
+    cdef int r, i
+    cdef float factor[2]
+    for i in range(count):
+        logits_scale(dots + i * TILE, n, shape.scale, shape.cap)
+        if extra != NULL:
+            for r in range(n):
+                dots[r] += extra[r]
+        factor[i] = softmax_step(dots + i * TILE, n, top + i, total + i)
+    rows_add(dots, count, tile, n, shape.D, rows.wide, factor, out, shape.packed)
 
 
 cdef tuple _merge(const Partial* view, const Shape* shape, int threads):

@@ -195,10 +195,10 @@ cdef int _attend_head(const uint64_t* bits, const int64_t* ids, const row_t* til
         count = count + <int>(bits[ids[r] >> 6] >> (ids[r] & 63) & 1)
     if count == 0:
         return 0
-    rows_dot(q, own, count, shape.D, rows.wide, NULL, 0, 0, dots)
+    rows_dot(q, 0, 1, own, count, shape.D, rows.wide, NULL, 0, 0, dots)
     logits_weights(dots, own_squares, count, packed_dot(q, mu, shape.D), sqrtf(packed_dot(q, q, shape.D)), table,
                    cells, extra)
-    _accumulate(dots, extra, own, count, rows, shape, out, top, total)
+    _accumulate(dots, 1, extra, own, count, rows, shape, out, top, total)
     return count
 
 

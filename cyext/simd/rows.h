@@ -9,6 +9,7 @@
 #include <string.h>
 
 #define INLINE inline __attribute__((always_inline)) /* so that constant arguments select code */
+#define UNROLL _Pragma("GCC unroll 8") /* early enough for arrays of vectors to become registers */
 #define TILE 32 /* rows at once: K and V of a tile stay in the L1 cache up to 512-byte rows */
 #define CHUNK (2 * VW)
 #define MAX_PACKED 512 /* floats of the longest packed vector: head dims end at 512 */
@@ -86,89 +87,109 @@ static inline void prefetch_row(const char *at, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
 }
 
-/* out[r] = Σ_d (row_r[d] − centre[d])², or Σ_d row_r[d]·x[d], for n ≤ TILE rows; out has room for TILE floats. While
- * at it, `bytes` of memory at ahead[r] + skip are prefetched, if ahead is given. */
-static INLINE void sum_chunk(const float *x, const row_t *at, int64_t offset, int left, int wide, int distance,
-        vf *even, vf *odd) {
-    vf xa = vf_load(x), xb = vf_load(x + VW);
-    for (int i = 0; i < 4; i++) {
+/* What is summed over a row: its products with one or two vectors, or the squares of its differences from one. */
+enum { PRODUCTS = 1, PRODUCTS_OF_TWO = 2, SQUARES = 3 };
+
+static INLINE void sum_chunk(const float *x, int64_t stride, const row_t *at, int64_t offset, int left, int wide,
+        int what, vf *first, vf *second) {
+    vf xa = vf_load(x), xb = vf_load(x + VW), ya = xa, yb = xb;
+    if (what == PRODUCTS_OF_TWO) ya = vf_load(x + stride), yb = vf_load(x + stride + VW);
+    UNROLL for (int i = 0; i < 4; i++) {
         vf a, b;
         load_chunk(at[i] + offset, left, wide, &a, &b);
-        if (distance) {
+        if (what == SQUARES) {
             a = vf_sub(a, xa), b = vf_sub(b, xb);
-            even[i] = vf_fma(a, a, even[i]), odd[i] = vf_fma(b, b, odd[i]);
+            first[i] = vf_fma(a, a, first[i]), second[i] = vf_fma(b, b, second[i]);
+        } else if (what == PRODUCTS) {
+            first[i] = vf_fma(a, xa, first[i]), second[i] = vf_fma(b, xb, second[i]);
         } else {
-            even[i] = vf_fma(a, xa, even[i]), odd[i] = vf_fma(b, xb, odd[i]);
+            first[i] = vf_fma(b, xb, vf_fma(a, xa, first[i])), second[i] = vf_fma(b, yb, vf_fma(a, ya, second[i]));
         }
     }
 }
 
-static INLINE void rows_sums(const float *x, const row_t *rows, int n, int head_dim, int wide, int distance,
-        const row_t *ahead, int64_t skip, int64_t bytes, float *out) {
+static INLINE void rows_sums(const float *x, int64_t stride, const row_t *rows, int n, int head_dim, int wide,
+        int what, const row_t *ahead, int64_t skip, int64_t bytes, float *out) {
     const int width = wide ? 4 : 2;
     for (int r = 0; r < n; r += 4) {
         row_t at[4];
-        vf even[4], odd[4];
+        vf first[4], second[4]; /* two chains of additions per row hide the latency of one */
         int d = 0;
-        for (int i = 0; i < 4; i++) {
+        UNROLL for (int i = 0; i < 4; i++) {
             at[i] = rows[r + i < n ? r + i : n - 1];
-            even[i] = odd[i] = vf_set1(0);
+            first[i] = second[i] = vf_set1(0);
             if (ahead) prefetch_row(ahead[r + i < n ? r + i : n - 1] + skip, bytes);
         }
         for (; d + CHUNK <= head_dim; d += CHUNK)
-            sum_chunk(x + d, at, (int64_t)d * width, CHUNK, wide, distance, even, odd);
-        if (d < head_dim) sum_chunk(x + d, at, (int64_t)d * width, head_dim - d, wide, distance, even, odd);
-        for (int i = 0; i < 4; i++) even[i] = vf_add(even[i], odd[i]);
-        vf_sum4(even[0], even[1], even[2], even[3], out + r);
+            sum_chunk(x + d, stride, at, (int64_t)d * width, CHUNK, wide, what, first, second);
+        if (d < head_dim)
+            sum_chunk(x + d, stride, at, (int64_t)d * width, head_dim - d, wide, what, first, second);
+        if (what == PRODUCTS_OF_TWO) vf_sum4(second[0], second[1], second[2], second[3], out + TILE + r);
+        else UNROLL for (int i = 0; i < 4; i++) first[i] = vf_add(first[i], second[i]);
+        vf_sum4(first[0], first[1], first[2], first[3], out + r);
     }
 }
 
-static inline void rows_dot(const float *x, const row_t *rows, int n, int head_dim, int wide, const row_t *ahead,
-        int64_t skip, int64_t bytes, float *out) {
-    if (wide) rows_sums(x, rows, n, head_dim, 1, 0, ahead, skip, bytes, out);
-    else rows_sums(x, rows, n, head_dim, 0, 0, ahead, skip, bytes, out);
+/* out[r] = Σ_d row_r[d]·x[d] for n ≤ TILE rows and `count` (1 or 2) vectors x that lie `stride` floats apart; out is
+ * [count][TILE]. While at it, `bytes` at ahead[r] + skip are prefetched, if ahead is given. */
+static inline void rows_dot(const float *x, int64_t stride, int count, const row_t *rows, int n, int head_dim,
+        int wide, const row_t *ahead, int64_t skip, int64_t bytes, float *out) {
+    if (count == 1 && wide) rows_sums(x, stride, rows, n, head_dim, 1, PRODUCTS, ahead, skip, bytes, out);
+    else if (count == 1) rows_sums(x, stride, rows, n, head_dim, 0, PRODUCTS, ahead, skip, bytes, out);
+    else if (wide) rows_sums(x, stride, rows, n, head_dim, 1, PRODUCTS_OF_TWO, ahead, skip, bytes, out);
+    else rows_sums(x, stride, rows, n, head_dim, 0, PRODUCTS_OF_TWO, ahead, skip, bytes, out);
 }
 
+/* out[r] = Σ_d (row_r[d] − x[d])²; else as rows_dot. */
 static inline void rows_distance(const float *x, const row_t *rows, int n, int head_dim, int wide, const row_t *ahead,
         int64_t skip, int64_t bytes, float *out) {
-    if (wide) rows_sums(x, rows, n, head_dim, 1, 1, ahead, skip, bytes, out);
-    else rows_sums(x, rows, n, head_dim, 0, 1, ahead, skip, bytes, out);
+    if (wide) rows_sums(x, 0, rows, n, head_dim, 1, SQUARES, ahead, skip, bytes, out);
+    else rows_sums(x, 0, rows, n, head_dim, 0, SQUARES, ahead, skip, bytes, out);
 }
 
-/* sum = factor·sum + Σ_r p[r]·V_r for `count` chunks, held in registers; the last has `left` elements. */
-static INLINE void add_chunks(const float *p, const row_t *rows, int n, int64_t offset, int wide, int count, int left,
-        float factor, float *sum) {
-    vf acc[8];
-    for (int c = 0; c < 2 * count; c++) acc[c] = vf_mul(vf_set1(factor), vf_load(sum + c * VW));
+/* `chunks` chunks of rows_add in registers; the last has `left` elements. */
+static INLINE void add_chunks(const float *p, int count, const row_t *rows, int n, int64_t offset, int wide,
+        int chunks, int left, const float *factor, float *sum, int64_t stride) {
+    vf acc[2][8];
+    UNROLL for (int q = 0; q < count; q++)
+        UNROLL for (int c = 0; c < 2 * chunks; c++)
+            acc[q][c] = vf_mul(vf_set1(factor[q]), vf_load(sum + q * stride + c * VW));
     for (int r = 0; r < n; r++) {
-        vf weight = vf_set1(p[r]);
         const char *at = rows[r] + offset;
-        for (int c = 0; c < count; c++) {
+        UNROLL for (int c = 0; c < chunks; c++) {
             vf a, b;
             load_chunk(at + c * CHUNK * (wide ? 4 : 2), left, wide, &a, &b);
-            acc[2 * c] = vf_fma(weight, a, acc[2 * c]);
-            acc[2 * c + 1] = vf_fma(weight, b, acc[2 * c + 1]);
+            UNROLL for (int q = 0; q < count; q++) {
+                vf weight = vf_set1(p[q * TILE + r]);
+                acc[q][2 * c] = vf_fma(weight, a, acc[q][2 * c]);
+                acc[q][2 * c + 1] = vf_fma(weight, b, acc[q][2 * c + 1]);
+            }
         }
     }
-    for (int c = 0; c < 2 * count; c++) vf_store(sum + c * VW, acc[c]);
+    UNROLL for (int q = 0; q < count; q++)
+        UNROLL for (int c = 0; c < 2 * chunks; c++) vf_store(sum + q * stride + c * VW, acc[q][c]);
 }
 
-static INLINE void rows_add_typed(const float *p, const row_t *rows, int n, int head_dim, int wide, float factor,
-        float *sum) {
+static INLINE void rows_add_typed(const float *p, int count, const row_t *rows, int n, int head_dim, int wide,
+        const float *factor, float *sum, int64_t stride) {
     const int64_t width = wide ? 4 : 2, value = head_dim * width;
+    const int chunks = 4 / count; /* 8 accumulators */
     int d = 0;
-    for (; d + 4 * CHUNK <= head_dim; d += 4 * CHUNK)
-        add_chunks(p, rows, n, value + d * width, wide, 4, CHUNK, factor, sum + d);
+    for (; d + chunks * CHUNK <= head_dim; d += chunks * CHUNK)
+        add_chunks(p, count, rows, n, value + d * width, wide, chunks, CHUNK, factor, sum + d, stride);
     for (; d + CHUNK <= head_dim; d += CHUNK)
-        add_chunks(p, rows, n, value + d * width, wide, 1, CHUNK, factor, sum + d);
-    if (d < head_dim) add_chunks(p, rows, n, value + d * width, wide, 1, head_dim - d, factor, sum + d);
+        add_chunks(p, count, rows, n, value + d * width, wide, 1, CHUNK, factor, sum + d, stride);
+    if (d < head_dim)
+        add_chunks(p, count, rows, n, value + d * width, wide, 1, head_dim - d, factor, sum + d, stride);
 }
 
-/* sum = factor·sum + Σ_r p[r]·V_r; sum is packed. */
-static inline void rows_add(const float *p, const row_t *rows, int n, int head_dim, int wide, float factor,
-        float *sum) {
-    if (wide) rows_add_typed(p, rows, n, head_dim, 1, factor, sum);
-    else rows_add_typed(p, rows, n, head_dim, 0, factor, sum);
+/* sum = factor·sum + Σ_r p[r]·V_r for `count` (1 or 2) packed sums `stride` floats apart; p is [count][TILE]. */
+static inline void rows_add(const float *p, int count, const row_t *rows, int n, int head_dim, int wide,
+        const float *factor, float *sum, int64_t stride) {
+    if (count == 1 && wide) rows_add_typed(p, 1, rows, n, head_dim, 1, factor, sum, stride);
+    else if (count == 1) rows_add_typed(p, 1, rows, n, head_dim, 0, factor, sum, stride);
+    else if (wide) rows_add_typed(p, 2, rows, n, head_dim, 1, factor, sum, stride);
+    else rows_add_typed(p, 2, rows, n, head_dim, 0, factor, sum, stride);
 }
 
 /* Σ x·y of packed vectors. */
