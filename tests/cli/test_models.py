@@ -1,0 +1,136 @@
+"""`models` and `models check` on configs in directories and in a Hub cache; no weights are read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from magicpig_cli.cli import app
+
+LLAMA_8B = {
+    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
+}  # fmt: skip
+SMALL = {
+    "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32_768,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_user_config(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
+
+
+def folder(path: Path, family: str, **values) -> str:
+    AutoConfig.for_model(family, **values).save_pretrained(path)
+    return str(path)
+
+
+def check(capsys, *arguments: str) -> tuple[int, dict]:
+    code = app.run(["models", "check", *arguments, "--json"])
+    printed = capsys.readouterr()
+    assert printed.out, printed.err
+    return code, json.loads(printed.out)
+
+
+def test_check_says_what_would_happen(tmp_path, capsys):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    model = folder(tmp_path / "qwen", "qwen2", **SMALL, rope_scaling=scaling)
+    code, report = check(capsys, model, "-c", "8k", "--attention", "lsh", "-K", "8", "-L", "75")
+    assert code == 0
+    assert (report["supported"], report["verified"], report["problem"]) == (True, True, None)
+    assert (report["context"], report["trained_context"], report["rope"]) == (131_072, 32_768, "yarn")
+    assert (report["layers"], report["heads"], report["kv_heads"], report["head_dim"]) == (4, 4, 2, 16)
+    memory = report["memory"]
+    assert memory["context"] == 8192
+    assert memory["kv_bytes"] == 4 * 2 * 8192 * 2 * 16 * 2
+    keys = (8192 - 68) // 64 * 64
+    assert memory["index_bytes"] == 3 * 2 * 75 * 2 * (keys + 257 + 1024)
+    assert report["batch_size"] == 8
+    assert report["bytes_per_token"] == {"kv": 4 * 2 * 2 * 16 * 2, "index": 3 * 2 * 150 * 2}
+
+
+def test_check_page(tmp_path, capsys):
+    model = folder(tmp_path / "gemma [/b]", "gemma2", **SMALL, sliding_window=512)
+    assert app.run(["models", "check", model]) == 0
+    page = capsys.readouterr().out
+    assert f"{tmp_path}/gemma [/b] (gemma2)" in page
+    assert "2 of 4 layers see 512 tokens" in page
+    assert "32,768 tokens" in page
+    assert "keys and values" in page
+
+
+def test_check_of_an_unsupported_model(tmp_path, capsys):
+    code, report = check(capsys, folder(tmp_path / "t5", "t5"))
+    assert (code, report["supported"]) == (1, False)
+    assert "encoder-decoder" in report["reason"]
+    assert app.run(["models", "check", str(tmp_path / "t5")]) == 1
+    assert "encoder-decoder" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-c", "200k"], "204,800"),
+        (["--dense-layers", "32"], "layer 32"),
+        (["-c", "128k", "--kv-dtype", "float32"], "GiB"),
+    ],
+)
+def test_check_of_a_plan_that_cannot_work(tmp_path, capsys, monkeypatch, arguments, words):
+    from dataclasses import replace
+
+    from magicpig_cli import hardware
+
+    probe = hardware.probe
+    monkeypatch.setattr(hardware, "probe", lambda: replace(probe(), memory_free=48 << 30))
+    model = folder(tmp_path / "big", "llama", **LLAMA_8B)
+    code, report = check(capsys, model, *arguments)
+    assert code == 1
+    assert report["supported"]
+    assert words in report["problem"]
+    assert report["hint"]
+    assert report["memory"] is None
+    assert app.run(["models", "check", model, *arguments]) == 1
+    assert words in capsys.readouterr().out
+
+
+def test_check_of_nothing(capsys):
+    assert app.run(["models", "check"]) == 2
+    assert "MODEL" in capsys.readouterr().err
+    assert app.run(["models", "check", "./no/such/directory"]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def snapshot(cache: Path, repo: str, family: str, *files: str) -> None:
+    """A repository in the layout of the Hub cache."""
+    base = cache / f"models--{repo.replace('/', '--')}"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    (base / "refs").mkdir(parents=True)
+    (base / "refs" / "main").write_text(commit)
+    folder(base / "snapshots" / commit, family, **SMALL)
+    for name in files:
+        (base / "snapshots" / commit / name).write_bytes(b"")
+
+
+def test_the_list_holds_what_can_run(tmp_path):
+    snapshot(tmp_path, "org/complete", "qwen3", "model.safetensors")
+    snapshot(tmp_path, "org/config-only", "llama")
+    snapshot(tmp_path, "org/masked", "bert", "model.safetensors")
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "magicpig_cli", "models", "--json", "-v"], capture_output=True, text=True,
+        env=environment, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    listed = {model["model"]: model for model in json.loads(done.stdout)}
+    assert listed.keys() - {"demo"} == {"org/complete"}
+    assert listed["org/complete"]["family"] == "qwen3"
+    assert listed["org/complete"]["context"] == 32_768
+    assert "org/masked" in done.stderr  # -v says why not
