@@ -44,9 +44,10 @@ class _Detokenizer:
         self._stuck += 1
         safe = len(text.rstrip(_UNFINISHED))
         if safe <= self._out:
-            if self._stuck < _LONGEST_CHARACTER:
+            # After four tokens the oldest held byte cannot become a character any more; the newest still can.
+            if self._stuck < _LONGEST_CHARACTER or self._out + 1 >= len(text):
                 return ""
-            safe = self._out + 1  # the oldest held byte cannot belong to a character any more
+            safe = self._out + 1
         else:
             self._stuck = 0
         delta = text[self._out : safe]
