@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 import magicpig_cli
-from magicpig_cli.cli.config_file import config_path, read_defaults
+from magicpig_cli.cli.config_file import Parameter, config_path, read_defaults
 from magicpig_cli.cli.options import SHARED_OPTIONS
 from magicpig_cli.errors import MagicpigError, UsageError
 from magicpig_cli.ui import console
@@ -64,12 +64,15 @@ def build_app() -> typer.Typer:
     return app
 
 
-def _parameters(command: Any, prefix: str = "") -> dict[str, dict[str, bool]]:
-    """Command (or `group subcommand`) → parameter → whether it may be repeated."""
-    found: dict[str, dict[str, bool]] = {}
+def _parameters(command: Any, prefix: str = "") -> dict[str, dict[str, Parameter]]:
+    """What config.yaml may set, per command or `group subcommand`. Shared options are those with a variable."""
+    found: dict[str, dict[str, Parameter]] = {}
     for name, sub in getattr(command, "commands", {}).items():
         path = f"{prefix}{name}"
-        found[path] = {parameter.name: parameter.nargs != 1 or parameter.multiple for parameter in _options_of(sub)}
+        found[path] = {
+            option.name: Parameter(repeatable=option.nargs != 1 or option.multiple, shared=option.envvar is not None)
+            for option in _options_of(sub)
+        }
         found |= _parameters(sub, f"{path} ")
     return found
 

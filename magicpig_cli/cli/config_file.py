@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,17 @@ from magicpig_cli.errors import UsageError
 
 APP_NAME = "magicpig-cli"
 
-# command (or `group subcommand`) → parameter → whether it may be repeated
-CommandParameters = Mapping[str, Mapping[str, bool]]
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """An option of a command. `shared`: a key at the top of the file is meant for it too."""
+
+    repeatable: bool
+    shared: bool
+
+
+# command (or `group subcommand`) → parameter's name → parameter
+CommandParameters = Mapping[str, Mapping[str, Parameter]]
 
 
 def config_path() -> Path:
@@ -48,9 +58,12 @@ def read_defaults(path: Path, shared: frozenset[str], commands: CommandParameter
             )
         own = {_name(key): value for key, value in section.items()}
         _check_keys(path, own, frozenset(parameters), f"{command}: ")
-        chosen = {key: value for key, value in everywhere.items() if key in parameters} | own
+        common = {name for name, parameter in parameters.items() if parameter.shared}
+        chosen = {key: value for key, value in everywhere.items() if key in common} | own
         defaults[command] = {
-            key: _as_typed(value, repeatable=parameters[key]) for key, value in chosen.items() if value is not None
+            key: _as_typed(value, repeatable=parameters[key].repeatable)
+            for key, value in chosen.items()
+            if value is not None
         }
     return defaults
 

@@ -64,6 +64,18 @@ def _file_text(path: str) -> str:
         raise UsageError(f"cannot read {path}: {reason}") from problem
 
 
+def _above_zero(number: float) -> float:
+    if not number > 0:
+        raise UsageError(f"{number} is not more than 0", hint="1 means no penalty")
+    return number
+
+
+def _stop_texts(texts: list[str]) -> tuple[str, ...]:
+    if "" in texts:
+        raise UsageError("an empty text would end every answer at once", hint='--stop "###"')
+    return tuple(texts)
+
+
 def _text_or_file(text: str) -> str:
     return _file_text(text[1:]) if text.startswith("@") else text
 
@@ -104,7 +116,7 @@ class SharedOption:
     def value(self, given: Any) -> Any:
         """What was given, as Settings want it. Raises UsageError that names the option."""
         if self.parse is None:
-            return tuple(given) if isinstance(given, list) else given
+            return given
         try:
             return self.parse(given)
         except UsageError as problem:
@@ -155,13 +167,14 @@ SHARED_OPTIONS = (
         help="0 always takes the likeliest token (default: the model's own, else 0.7)."),
     SharedOption("generation", "generation.top_p", float, ("--top-p",), min=0, max=1, metavar="P",
         help="Draw from the likeliest tokens that together have this probability."),
-    SharedOption("generation", "generation.top_k", int, ("--top-k",), min=0, metavar="N",
-        help="Draw from this many likeliest tokens."),
+    SharedOption("generation", "generation.top_k", int, ("--top-k",), min=-1, metavar="N",
+        help="Draw from this many likeliest tokens; 0 is all."),
     SharedOption("generation", "generation.min_p", float, ("--min-p",), min=0, max=1, metavar="P",
         help="Drop tokens less likely than this share of the likeliest."),
     SharedOption("generation", "generation.repetition_penalty", float, ("--repetition-penalty",), metavar="X",
+        parse=_above_zero,
         help="Above 1: tokens that were there before become less likely."),
-    SharedOption("generation", "generation.stop", list[str], ("--stop",), metavar="TEXT",
+    SharedOption("generation", "generation.stop", list[str], ("--stop",), metavar="TEXT", parse=_stop_texts,
         help="Text that ends the answer; may be repeated."),
     SharedOption("generation", "generation.seed", int, ("--seed",), min=0, metavar="N",
         help="Seed of drawing tokens (default: drawn and reported)."),

@@ -135,6 +135,21 @@ def test_config_file_forms(caught, tmp_path):
     assert caught.own == 9
 
 
+def test_a_command_s_own_option_with_a_shared_name_is_left_alone(caught, monkeypatch, tmp_path):
+    @command_options("attention", without=("attention",))
+    def probe(settings: Settings, attention: Annotated[str, typer.Option()] = "lsh,exact") -> None:
+        """Like bench, whose --attention is a list of modes."""
+        caught.settings, caught.own = settings, attention
+
+    monkeypatch.setattr(chat, "chat", probe)
+    path = write_config(tmp_path, "attention: auto\nK: 8\n")
+    assert app.run(["chat"]) == 0
+    assert (caught.own, caught.settings.attention.K) == ("lsh,exact", 8)
+    path.write_text("attention: auto\nchat:\n  attention: exact\n")
+    assert app.run(["chat"]) == 0
+    assert caught.own == "exact"
+
+
 def test_a_single_stop_in_the_config_file(caught, tmp_path):
     write_config(tmp_path, "stop: END OF TEXT\n")
     assert app.run(["chat"]) == 0
@@ -213,6 +228,8 @@ def test_system_prompt_from_a_file(caught, tmp_path):
         (["-L", "1"], "-L"),
         (["--top-p", "1.5"], "--top-p"),
         (["-t", "0"], "--threads"),
+        (["--repetition-penalty", "0"], "--repetition-penalty: 0.0"),
+        (["--stop", ""], "--stop: an empty text"),
         (["--sed", "1"], "--seed"),
         (["--seed"], "--seed"),
         (["surplus"], "surplus"),
