@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -140,7 +139,7 @@ class ChatCodec:
     @property
     def _name(self) -> str:
         name = str(self._tokenizer.name_or_path or "this model")
-        return os.path.basename(name) if os.path.isabs(name) else name
+        return "/".join(Path(name).parts[-2:]) if Path(name).is_absolute() else name
 
     def _note(self, notice: str) -> None:
         if notice not in self.notices:

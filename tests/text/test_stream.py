@@ -61,7 +61,7 @@ def test_any_text(text, tokenizer):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.sampled_from(list("你é👩a ".encode()) + [0x80, 0xFF]), max_size=40))
+@given(st.lists(st.sampled_from([*"你é👩a ".encode(), 0x80, 0xFF]), max_size=40))
 def test_any_bytes(values):
     """Broken bytes are shown as such, and never at the cost of a whole character (id = byte value here)."""
     pieces, _ = stream(BYTE_LEVEL, values)

@@ -8,6 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 BOS, EOS, OPEN, CLOSE = "<s>", "</s>", "<|im_start|>", "<|im_end|>"
+_ASCII = tuple(map(chr, range(ord("!"), ord("~") + 1)))
 _WORDS = ("the", "of", "and", "an", "er", "in")
 
 
@@ -35,13 +36,7 @@ def byte_level(extra: tuple[bytes, ...] = (), *, adds_bos: bool = True) -> PreTr
 
 def byte_fallback(*, adds_bos: bool = True) -> PreTrainedTokenizerFast:
     """Llama 2, Mistral, Gemma: ▁ for a space, characters that are no token become byte tokens <0xNN>."""
-    pieces = [
-        "<unk>",
-        *(f"<0x{value:02X}>" for value in range(256)),
-        "▁",
-        *map(chr, range(ord("!"), ord("~") + 1)),
-        "好",
-    ]
+    pieces = ["<unk>", *(f"<0x{value:02X}>" for value in range(256)), "▁", *_ASCII, "好"]
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("a", "n")]
     pieces += [a + b for a, b in merges]
     vocab = {piece: id_ for id_, piece in enumerate(pieces)}
@@ -55,13 +50,8 @@ def byte_fallback(*, adds_bos: bool = True) -> PreTrainedTokenizerFast:
 
 def metaspace(*, adds_bos: bool = True) -> PreTrainedTokenizerFast:
     """Unigram with ▁, as sentencepiece models converted without byte fallback: whole characters only."""
-    letters = [*map(chr, range(ord("!"), ord("~") + 1)), *"你好世界é👩\u200d💻\n"]
-    vocab = [
-        ("<unk>", 0.0),
-        ("▁", -3.0),
-        *((letter, -5.0) for letter in letters),
-        *(("▁" + word, -2.0) for word in _WORDS),
-    ]
+    letters = [(letter, -5.0) for letter in (*_ASCII, *"你好世界é👩\u200d💻\n")]
+    vocab = [("<unk>", 0.0), ("▁", -3.0), *letters, *(("▁" + word, -2.0) for word in _WORDS)]
     tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -100,7 +90,8 @@ DEAF = (
 # Qwen 3: only the last answer carries its (empty) thoughts.
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
 )
 # Closes only turns that another one follows.
