@@ -19,6 +19,7 @@ COLUMNS = (
     "model", "params", "dtype", "device", "isa", "thr", "ctx", "batch", "fill", "mode", "K", "L", "sampled",
     "pp t/s", "tg t/s", "TTFT", "TPOT p50/p99", "RAM", "index", "vs exact", "attn err",
 )  # fmt: skip
+RUN_COLUMNS = ("model", "params", "dtype", "device", "isa", "thr")  # the same in all rows of a run
 
 
 def meta(engine: Engine, hardware: Hardware) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Greedy tokens equal transformers' own `generate` for every verified family: chunked prefill, ragged batch, truncation.
+"""Greedy tokens equal transformers' own `generate` for every verified family: chunks, ragged batches, truncation.
 
 float32 rows and exact attention are the parity mode of the determinism contract (DESIGN.md).
 """

@@ -1,0 +1,88 @@
+"""Rendering one answer while it is generated: progress on stderr, text on stdout, one line of statistics."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import numpy as np
+
+from magicpig_cli.engine.engine import Engine, Request
+from magicpig_cli.errors import MagicpigError
+from magicpig_cli.events import Failed, Finished, PrefillProgress, TokenEvent
+from magicpig_cli.ui import console
+from magicpig_cli.units import format_seconds
+
+TWICE_WITHIN_S = 1.0  # two Ctrl-C within this time end the program
+
+
+@contextmanager
+def cancel_on_interrupt(engine: Engine, key: str) -> Iterator[None]:
+    """While inside, the first Ctrl-C ends the answer cleanly at its next step; a second one soon after ends all."""
+    last = -TWICE_WITHIN_S
+
+    def on_interrupt(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < TWICE_WITHIN_S:
+            raise KeyboardInterrupt
+        last = now
+        engine.cancel(key)
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        engine.take_cancelled(key)
+
+
+def stream_answer(engine: Engine, request: Request, *, show_text: bool, quiet: bool) -> Finished:
+    """Run one request. Text goes to stdout as it becomes safe to show. Raises MagicpigError if it cannot run."""
+    finished: Finished | None = None
+    progress = console.Track("reading the prompt", unit="tok", quiet=quiet)
+    with cancel_on_interrupt(engine, request.key), progress:
+        for event in engine.generate([request]):
+            if isinstance(event, PrefillProgress):
+                progress.update(event.done, event.total)
+            elif isinstance(event, TokenEvent):
+                progress.close()
+                if show_text:
+                    _write(event.text)
+            elif isinstance(event, Failed):
+                raise MagicpigError(event.message)
+            elif isinstance(event, Finished):
+                finished = event
+                if show_text:
+                    _write(event.tail)
+    assert finished is not None, "a request ends with Finished or Failed"
+    if show_text and not finished.text.endswith("\n"):
+        _write("\n")
+    return finished
+
+
+def _write(text: str) -> None:
+    if text:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def statistics_line(finished: Finished) -> str:
+    """`1,043 + 120 tokens (900 reused) · TTFT 2.1 s · 14.2 tok/s · p99 81 ms · sampled 4.3%`."""
+    timing = finished.timing
+    reused = f" ({finished.reused_tokens:,} reused)" if finished.reused_tokens else ""
+    parts = [f"{finished.prompt_tokens:,} + {len(finished.token_ids):,} tokens{reused}"]
+    if timing.ttft_s:
+        parts.append(f"TTFT {format_seconds(timing.ttft_s)}")
+    if timing.tpot_ms:
+        parts.append(f"{1000 / np.mean(timing.tpot_ms):.1f} tok/s")
+        parts.append(f"p99 {np.percentile(timing.tpot_ms, 99):.0f} ms")
+    ratio = finished.sampled_ratio
+    parts.append("exact attention" if ratio is None else f"sampled {ratio:.1%}")
+    if finished.reason != "stop":
+        parts.append({"length": "stopped at the token limit", "interrupted": "interrupted"}[finished.reason])
+    return " · ".join(parts)

@@ -1,0 +1,22 @@
+"""Loading a model with something to look at meanwhile."""
+
+from __future__ import annotations
+
+from magicpig_cli.config import Settings
+from magicpig_cli.engine.engine import Engine
+from magicpig_cli.events import LoadProgress
+from magicpig_cli.ui import console
+
+
+def load_engine(settings: Settings, *, quiet: bool) -> Engine:
+    """`Engine.load` with progress on stderr. Its errors pass through."""
+    with console.Track("loading the model", unit="", quiet=quiet) as progress:
+
+        def show(event: LoadProgress) -> None:
+            progress.update(event.done, event.total, description=event.stage)
+
+        engine = Engine.load(settings, show)
+    if not quiet:
+        for notice in engine.codec.notices:
+            console.say(notice)
+    return engine
