@@ -118,6 +118,12 @@ cdef class Memory:
         free(self.at)
 
 
+cdef int _useful(int threads, double nanoseconds) noexcept:
+    """How many threads are worth waking for so much work; a barrier costs microseconds, and a time slice where the
+    cores are shared. Results never depend on the number of threads, so it may be chosen freely."""
+    return max(1, <int>min(<double>threads, nanoseconds / 10_000))
+
+
 include "hash.pxi"
 include "segment.pxi"
 include "attend.pxi"

@@ -122,7 +122,7 @@ cdef int64_t _cut(const rows_t* rows, int64_t b, int64_t kv_head, int64_t start,
 
 def exact_attend(const float[:, :, ::1] q, runs, float scale, float softcap, int threads):
     """Output float32 [B, H, D], LSE float32 [B, H] and nanoseconds."""
-    cdef int64_t began = now_ns(), count = 0, item, start, stop, i, h, b
+    cdef int64_t began = now_ns(), count = 0, rows = 0, item, start, stop, i, h, b
     flat = [run for of_sequence in runs for run in of_sequence]
     tables = [run[0] for run in flat]
     cdef Shape shape = _shape(q, tables, scale, softcap)
@@ -130,6 +130,7 @@ def exact_attend(const float[:, :, ::1] q, runs, float scale, float softcap, int
     cdef Memory queries = _packed_queries(q, tables)
     for _, start, stop in flat:
         count += shape.Hkv * _cut(NULL, 0, 0, start, stop, NULL, NULL)
+        rows += stop - start
     cdef Partials partials = Partials(count, shape.B * shape.Hkv, shape.G, shape.packed)
     cdef Partial* view = &partials.view
     count, i = 0, 0
@@ -140,10 +141,11 @@ def exact_attend(const float[:, :, ::1] q, runs, float scale, float softcap, int
                 count += _cut(sources.of(i + <int64_t>j), b, h, start, stop, NULL, view.pieces + count)
         i += len(of_sequence)
     view.first[shape.B * shape.Hkv] = count
+    threads = _useful(threads, <double>rows * shape.H * (5 + shape.D * 0.05))
     for item in prange(count, nogil=True, schedule="dynamic", num_threads=threads):
         _attend_run(&view.pieces[item], &shape, <const float*>queries.at, view.out + item * shape.G * shape.packed,
                     view.top + item * shape.G, view.total + item * shape.G)
-    out, lse, _ = _merge(view, &shape, threads)
+    out, lse, _ = _merge(view, &shape, count, threads)
     return out, lse, now_ns() - began
 
 
@@ -189,7 +191,7 @@ cdef inline void _accumulate(float* dots, int count, const float* extra, const r
     rows_add(dots, count, tile, n, shape.D, rows.wide, factor, out, shape.packed)
 
 
-cdef tuple _merge(const Partial* view, const Shape* shape, int threads):
+cdef tuple _merge(const Partial* view, const Shape* shape, int64_t pieces, int threads):
     """Output float32 [B, H, D], LSE float32 [B, H], sampled int64 [B, H]."""
     cdef int64_t item, heads = shape.B * shape.H
     all_out = np.zeros((shape.B, shape.H, shape.D), dtype=np.float32)
@@ -198,6 +200,7 @@ cdef tuple _merge(const Partial* view, const Shape* shape, int threads):
     cdef float[:, :, ::1] out = all_out
     cdef float[:, ::1] lse = all_lse
     cdef int64_t[:, ::1] sampled = all_sampled
+    threads = _useful(threads, <double>pieces * shape.G * (20 + shape.packed * 0.2))
     for item in prange(heads, nogil=True, schedule="static", num_threads=threads):
         _merge_head(view, shape, item, &out[0, 0, 0] + item * shape.D, &lse[0, 0] + item, &sampled[0, 0] + item)
     return all_out, all_lse, all_sampled

@@ -80,6 +80,7 @@ def hash_rows(table, int64_t start, int64_t stop, const float[:, :, :, ::1] pack
     cdef float[:, ::1] scratch = _hash_scratch(threads, rows.head_dim)
     job.panels, job.bias, job.D, job.K, job.L, job.blocks = (
         &packed[0, 0, 0, 0], &biases[0, 0, 0, 0], rows.head_dim, K, L, table_blocks(L))
+    threads = _useful(threads, <double>count * heads * job.D * K * L * 0.03)
     for item in prange(heads * parts, nogil=True, schedule="dynamic", num_threads=threads):
         _hash_stored(&job, &rows, item // parts, start, item % parts * HASH_BLOCK, count, &scratch[threadid(), 0],
                      &out[0, 0, 0])
@@ -107,6 +108,7 @@ def hash_queries(const float[:, :, ::1] q, const float[:, :, :, ::1] packed, int
     cdef float[:, ::1] scratch = _hash_scratch(threads, D)
     job.panels, job.bias, job.D, job.K, job.L, job.blocks = (
         &packed[0, 0, 0, 0], &biases[0, 0, 0, 0], D, K, L, table_blocks(L))
+    threads = _useful(threads, <double>count * D * K * L * 0.03)
     for item in prange(parts * groups, nogil=True, schedule="dynamic", num_threads=threads):
         _hash_some_queries(&job, &q[0, 0, 0], item // groups * HASH_BLOCK, count, item % groups,
                            &scratch[threadid(), 0], &out[0, 0, 0])

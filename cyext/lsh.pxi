@@ -14,6 +14,7 @@ cdef class Parts:
 
     cdef Part* at
     cdef int64_t count
+    cdef int64_t rows
     cdef int64_t longest
     cdef list held
     cdef list first  # first part of each sequence, and the end
@@ -22,7 +23,7 @@ cdef class Parts:
         cdef int64_t b
         self.count = sum(len(group.segments) + (group.tail is not None) for group in groups)
         memory = Memory(self.count * sizeof(Part))
-        self.held, self.first, self.longest = [memory], [], 0
+        self.held, self.first, self.longest, self.rows = [memory], [], 0, 0
         self.at = <Part*>memory.at
         self.count = 0
         for b, group in enumerate(groups):
@@ -44,6 +45,7 @@ cdef class Parts:
         self.held.append((bits, group.mu))
         self.longest = max(self.longest, n)
         self.count += 1
+        self.rows += n
         return part
 
     cdef void _set_segment(self, const uint16_t[:, :, ::1] offsets, const uint16_t[:, :, ::1] ids):
@@ -62,6 +64,7 @@ cdef void _retrieve_all(Parts parts, const uint16_t[:, :, ::1] codes, int Hkv, i
     # ids, sizes, counters: each starts on its own cache line
     cdef int64_t pointers = (L * 8 // 64 + 1) * 64, numbers = (L * 4 // 64 + 1) * 64
     lists_bytes = pointers + numbers + (parts.longest // 64 + 1) * 64
+    threads = _useful(threads, <double>parts.rows * H + L * H * 10)
     cdef Memory scratch = Memory(threads * lists_bytes)
     for item in prange(items, nogil=True, schedule="dynamic", num_threads=threads):
         thread = threadid()
@@ -234,7 +237,8 @@ def lsh_attend(const float[:, :, ::1] q, const uint16_t[:, :, ::1] codes, groups
     cdef Partials partials = Partials(count, shape.B * shape.Hkv, shape.G, shape.packed)
     cdef Partial* view = &partials.view
     view.first[shape.B * shape.Hkv] = _sampled_pieces(parts, &shape, view.pieces, view.first)
-    for item in prange(count, nogil=True, schedule="dynamic", num_threads=threads):
+    cdef int workers = _useful(threads, <double>parts.rows * shape.H)
+    for item in prange(count, nogil=True, schedule="dynamic", num_threads=workers):
         thread = threadid()
         started = now_ns()
         _attend_sampled(&view.pieces[item], &shape, <const float*>queries.at, &weights[0], cells,
@@ -243,7 +247,7 @@ def lsh_attend(const float[:, :, ::1] q, const uint16_t[:, :, ::1] codes, groups
         times[thread * 8 + 1] += now_ns() - started
 
     started = now_ns()
-    out, lse, sampled = _merge(view, &shape, threads)
+    out, lse, sampled = _merge(view, &shape, count, threads)
     stages = (sum([times[8 * i] for i in range(threads)]), sum([times[8 * i + 1] for i in range(threads)]),
               now_ns() - started)
     return out, lse, sampled, stages, now_ns() - began

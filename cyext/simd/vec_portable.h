@@ -56,10 +56,12 @@ static inline void vf_load_bf16_part(const uint16_t *p, int n, vf *even, vf *odd
     for (int i = 0; i < n; i++) part[i] = p[i];
     vf_load_bf16(part, even, odd);
 }
+/* The sums of the lanes of four vectors, each in the same order. */
 static inline void vf_sum4(vf a, vf b, vf c, vf d, float *out) {
-    vf even = __builtin_shuffle(a, b, (vi){0, 4, 1, 5}) + __builtin_shuffle(a, b, (vi){2, 6, 3, 7});
-    vf odd = __builtin_shuffle(c, d, (vi){0, 4, 1, 5}) + __builtin_shuffle(c, d, (vi){2, 6, 3, 7});
-    vf_store(out, __builtin_shuffle(even, odd, (vi){0, 1, 4, 5}) + __builtin_shuffle(even, odd, (vi){2, 3, 6, 7}));
+    out[0] = (a[0] + a[1]) + (a[2] + a[3]);
+    out[1] = (b[0] + b[1]) + (b[2] + b[3]);
+    out[2] = (c[0] + c[1]) + (c[2] + c[3]);
+    out[3] = (d[0] + d[1]) + (d[2] + d[3]);
 }
 
 /* Which of 64 counters are ≥ 2, as bits; the counters are cleared. */
