@@ -25,7 +25,7 @@ def gaussian_directions(hash_seed: int, layer: int, head_dim: int, columns: int)
 
 def pack_signs(projected: torch.Tensor, K: int, L: int) -> torch.Tensor:
     """Sign bits of [..., L·K] as integer codes int32 [..., L]; bit k of table l is column l·K + k."""
-    bits = (projected > 0).unflatten(-1, (L, K))
+    bits = (projected > 0).reshape(*projected.shape[:-1], L, K)
     powers = torch.tensor([1 << k for k in range(K)], dtype=torch.int32, device=projected.device)
     return (bits * powers).sum(dim=-1, dtype=torch.int32)
 

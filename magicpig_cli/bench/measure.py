@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -11,8 +12,9 @@ from magicpig_cli.bench.fill import BenchProgress, Fill, duplicate, fill
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.engine.runner import Step
-from magicpig_cli.events import STAGES
+from magicpig_cli.events import STAGES, StepStats
 
+Row = dict[str, Any]  # one of the `rows` of CLI.md's bench JSON
 WARMUP_TOKENS = 4
 ERROR_STEPS = 8  # extra steps, not timed, that also compute the exact result
 
@@ -34,12 +36,12 @@ class BenchRequest:
 class _Samples:
     """Everything measured of one mode at one context and batch size."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StepStats] = field(default_factory=list)
     errors: list[np.ndarray] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
 
 
-def run_bench(engine: Engine, request: BenchRequest) -> Iterator[BenchProgress | dict]:
+def run_bench(engine: Engine, request: BenchRequest) -> Iterator[BenchProgress | Row]:
     """Yields progress, and for each (context, batch size, mode) a dict: a row of CLI.md's bench JSON."""
     for context in request.contexts:
         first = engine.new_sequence()
@@ -60,12 +62,12 @@ def _measure(
     length = sequences[0].length
     for _ in range(request.warmup):
         for mode in request.modes:
-            _generate(engine, sequences, mode, min(WARMUP_TOKENS, request.gen_tokens))
+            list(_generate(engine, sequences, mode, min(WARMUP_TOKENS, request.gen_tokens)))
             _rewind(sequences, length)
     for rep in range(request.reps):
         for number, (mode, sample) in enumerate(samples.items()):
             yield BenchProgress("measuring", rep * len(samples) + number, request.reps * len(samples))
-            sample.steps += _generate(engine, sequences, mode, request.gen_tokens)
+            sample.steps += [step.stats for step in _generate(engine, sequences, mode, request.gen_tokens)]
             sample.memory = engine.memory()
             _rewind(sequences, length)
     for mode, sample in samples.items():
@@ -77,17 +79,15 @@ def _measure(
 
 def _generate(
     engine: Engine, sequences: list[Sequence], mode: str, count: int, measure_error: bool = False
-) -> list[Step]:
+) -> Iterator[Step]:
     """`count` greedy decode steps after the fill. Index building counts as filling, not as decoding."""
-    steps: list[Step] = []
     for sequence in sequences:
         engine.runner.build_index(sequence, mode)
     tokens = [sequence.ids[-1] for sequence in sequences]
     for _ in range(count):
         step = engine.runner.decode(sequences, tokens, mode, measure_error)
         tokens = step.logits.argmax(dim=-1).tolist()
-        steps.append(step)
-    return steps
+        yield step
 
 
 def _rewind(sequences: list[Sequence], length: int) -> None:
@@ -95,18 +95,18 @@ def _rewind(sequences: list[Sequence], length: int) -> None:
         sequence.truncate(length)
 
 
-def _rows(engine: Engine, context: int, batch: int, filled: Fill, samples: dict[str, _Samples]) -> Iterator[dict]:
+def _rows(engine: Engine, context: int, batch: int, filled: Fill, samples: dict[str, _Samples]) -> Iterator[Row]:
     exact = samples.get("exact")
-    baseline = float(np.median([step.stats.wall_ms for step in exact.steps])) if exact else None
+    baseline = float(np.median([step.wall_ms for step in exact.steps])) if exact else None
     for mode, sample in samples.items():
         yield _row(engine, context, batch, filled, mode, sample, baseline)
 
 
 def _row(
     engine: Engine, context: int, batch: int, filled: Fill, mode: str, sample: _Samples, baseline: float | None
-) -> dict:
+) -> Row:
     sampling = mode != "exact"
-    wall_ms = np.array([step.stats.wall_ms for step in sample.steps])
+    wall_ms = np.array([step.wall_ms for step in sample.steps])
     p50, p90, p99 = np.percentile(wall_ms, [50, 90, 99])
     errors = np.concatenate([e.ravel() for e in sample.errors]) if sample.errors else None
     memory = sample.memory
@@ -128,7 +128,7 @@ def _row(
         "prefill_tok_s": filled.prefill_tok_s,
         "ttft_s": filled.prefill_s if filled.kind == "real" else None,
         "stages_ms": {
-            stage: float(np.mean([step.stats.stages_ms[stage] for step in sample.steps])) for stage in STAGES
+            stage: float(np.mean([step.stages_ms[stage] for step in sample.steps])) for stage in STAGES
         },
         "memory": memory if sampling else {**memory, "index_bytes": 0},
         "attn_error": None if errors is None
@@ -138,17 +138,17 @@ def _row(
     }  # fmt: skip
 
 
-def _sampled_ratio(steps: list[Step]) -> dict:
+def _sampled_ratio(steps: list[StepStats]) -> Row:
     """Sampled ratio over all steps and layers, its spread over steps, and by layer (None: not a sampled layer)."""
-    ratios = [step.stats.sampled_ratio for step in steps if step.stats.sampled_ratio is not None]
+    ratios = [step.sampled_ratio for step in steps if step.sampled_ratio is not None]
     if not ratios:
         return {"mean": None, "p5": None, "p95": None, "per_layer": []}
     sampled: dict[int, int] = {}
     offloaded: dict[int, int] = {}
     for step in steps:
-        for layer, count in step.stats.sampled.items():
+        for layer, count in step.sampled.items():
             sampled[layer] = sampled.get(layer, 0) + count
-            offloaded[layer] = offloaded.get(layer, 0) + step.stats.offloaded[layer]
+            offloaded[layer] = offloaded.get(layer, 0) + step.offloaded[layer]
     per_layer = [sampled[i] / offloaded[i] if i in sampled else None for i in range(max(sampled) + 1)]
     p5, p95 = np.percentile(ratios, [5, 95])
     return {

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from typing import Any
 
 import numpy as np
 
 _HUGE_PAGE_BYTES = 2 << 20
 _BLOCKS_PER_SLAB = 32
-_NUMPY_DTYPE = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(np.uint16)}  # bfloat16 as its bits
+_NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(np.uint16),  # as its bits
+}
 
 
 def row_bytes(head_dim: int, dtype: str) -> int:

@@ -88,4 +88,5 @@ def run(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, forw
         magicpig=forward,
         **{cache_argument: PassThroughCache()},
     )
-    return output.logits[:, -1]
+    logits: torch.Tensor = output.logits[:, -1]
+    return logits
