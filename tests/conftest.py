@@ -1,17 +1,23 @@
-"""Fixtures that many tests share. The demo model is loaded once per run."""
+"""Fixtures that many tests share. The demo model is loaded once per run.
+
+torch is imported where it is needed: many tests do without.
+"""
 
 from __future__ import annotations
 
 import os
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests of fetching bring their own Hub
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from magicpig_cli.config import ModelOptions
 from magicpig_cli.errors import ModelError
-from magicpig_cli.model import demo, loader
+from magicpig_cli.model import demo
+
+if TYPE_CHECKING:
+    from magicpig_cli.model.loader import Loaded
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests of fetching bring their own Hub
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +30,10 @@ def demo_available() -> None:
 
 
 @pytest.fixture(scope="session")
-def demo_model(demo_available: None) -> loader.Loaded:
+def demo_model(demo_available: None) -> Loaded:
     """The demo model in float32 on the CPU. Tests must not change it."""
+    import torch
+
+    from magicpig_cli.model import loader
+
     return loader.load_model(ModelOptions("demo"), torch.device("cpu"))
