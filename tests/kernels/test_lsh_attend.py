@@ -209,7 +209,8 @@ def test_nothing_to_sample(isa):
     table, projection = make_table(make_rows(1, 40, 8)), make_projection(8, 16, 2)
     mu = np.zeros((1, 8), np.float32)
     codes = kernels.hash_rows(table, 0, 40, projection, None, 1)
-    away = np.array([[next(c for c in range(2**16) if c not in codes)] * 2], dtype=np.uint16)
+    unused = next(c for c in range(2**16) if c not in codes)
+    away = np.full((1, 1, 2), unused, dtype=np.uint16)
     groups = [kernels.SampledRows(table, mu, [kernels.build_segment(codes, 16, 0, 1)]), kernels.SampledRows(table, mu)]
     q = queries(2, 1, 8)
     done = kernels.lsh_attend(q, np.concatenate([away, away]), groups, log_weights(16, 2), scale=1.0, threads=1)
