@@ -18,6 +18,7 @@ from tests.text.vocabularies import (
     KINDS,
     OPEN,
     OPEN_ENDED,
+    SPACED,
     STRICT,
     THINKING,
 )  # fmt: skip
@@ -103,17 +104,24 @@ def test_every_source_of_stop_tokens(tokenizer):
 
 
 def test_the_text_part_of_a_nested_config_counts(tokenizer):
-    nested = SimpleNamespace(eos_token_id=None, get_text_config=lambda: SimpleNamespace(eos_token_id=[11, 12]))
-    assert {11, 12} <= ChatCodec(tokenizer, nested, None, CHATML).stop_ids
+    nested = SimpleNamespace(eos_token_id=13, get_text_config=lambda: SimpleNamespace(eos_token_id=[11, 12]))
+    assert {11, 12, 13} <= ChatCodec(tokenizer, nested, None, CHATML).stop_ids
 
 
 @pytest.mark.parametrize(
     ("template", "end"),
-    [(CHATML, CLOSE), (DEAF, CLOSE), (THINKING, CLOSE), (OPEN_ENDED, CLOSE), (STRICT, EOS)],
+    [(CHATML, CLOSE), (DEAF, CLOSE), (THINKING, CLOSE), (OPEN_ENDED, CLOSE), (SPACED, CLOSE), (STRICT, EOS)],
 )
 def test_the_templates_own_end_of_turn(tokenizer, template, end):
     own = make_codec(tokenizer, template).stop_ids - {tokenizer.eos_token_id}
     assert own == {tokenizer.convert_tokens_to_ids(end)} - {tokenizer.eos_token_id}
+
+
+def test_a_token_that_only_begins_like_the_end_of_turn_is_no_stop(tokenizer):
+    tokenizer.add_special_tokens({"additional_special_tokens": [CLOSE[:4]]})
+    stop_ids = make_codec(tokenizer, CHATML).stop_ids
+    assert tokenizer.convert_tokens_to_ids(CLOSE) in stop_ids
+    assert tokenizer.convert_tokens_to_ids(CLOSE[:4]) not in stop_ids
 
 
 @pytest.mark.parametrize(

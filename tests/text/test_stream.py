@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from magicpig_cli.engine.text import TextStream, decode
@@ -62,6 +62,8 @@ def test_any_text(text, tokenizer):
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.sampled_from([*"你é👩a ".encode(), 0x80, 0xFF]), max_size=40))
+@example(list(b"\xe4\xbd\xe4\xbd\xe4\xbd\xbd\xa0"))
+@example(list(b"\x80\x80\xe4\xbd\xa0"))
 def test_any_bytes(values):
     """Broken bytes are shown as such, and never at the cost of a whole character (id = byte value here)."""
     pieces, _ = stream(BYTE_LEVEL, values)
@@ -128,6 +130,7 @@ def test_a_special_token_can_be_the_stop_string(tokenizer):
         ("one STO", ("STOP",), "one STO"),  # a beginning that does not become one is text
         ("aaab", ("aab",), "a"),  # the beginning that counts starts late
         ("xabcx", ("abc", "b"), "xa"),  # complete first wins
+        ("xan", ("xan", "a"), "x"),  # also where one token completes both
         ("xabcx", ("bc", "abc"), "x"),  # complete together: the longer one
         ("你好世界", ("世",), "你好"),
         ("STOP", ("STOP",), ""),
