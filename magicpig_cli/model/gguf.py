@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from magicpig_cli.errors import ModelError
 from magicpig_cli.events import LoadProgress
 from magicpig_cli.model import weights
-from magicpig_cli.model.progress import Report, forwarded
+from magicpig_cli.model.progress import Report, forwarded, one_line
 from magicpig_cli.units import format_bytes
 
 if TYPE_CHECKING:
@@ -58,13 +58,14 @@ def readable(path: Path) -> Iterator[dict[str, Any]]:
     check(path)
     try:
         yield {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "local_files_only": True}
-    except (ValueError, KeyError, IndexError, OSError, NotImplementedError, RuntimeError) as problem:
+    except MemoryError:
+        raise
+    except Exception as problem:
         if isinstance(problem, OSError) and problem.errno is not None:
             raise  # a full disk, say, has nothing to do with the file
-        reason = str(problem).strip().partition("\n")[0]
         raise ModelError(
-            f"cannot read {path}: {reason[:200]}",
-            hint="download it again, or use the model's safetensors form if its architecture is not known as GGUF",
+            f"cannot read {path}: {one_line(problem)}",
+            hint="download it again; if its architecture is not known as GGUF, use the model's safetensors form",
         ) from problem
 
 

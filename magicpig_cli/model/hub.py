@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 from magicpig_cli.config import ModelOptions
 from magicpig_cli.errors import ModelError
 from magicpig_cli.model import weights
-from magicpig_cli.model.progress import Report, bar_class, forwarded
+from magicpig_cli.model.progress import Report, bar_class, forwarded, one_line
 
 CONFIG_FILES = ("config.json", "*.py")  # Python files are only run with --trust-remote-code
 TEXT_FILES = (
@@ -93,7 +93,7 @@ def _not_cached(options: ModelOptions, offline: bool) -> ModelError:
 def cached_models() -> list[str]:
     """Ids of models of which at least some files are in the Hub cache."""
     try:
-        return sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
+        return sorted(repo.repo_id for repo in scan_cache_dir(constants.HF_HUB_CACHE).repos if repo.repo_type == "model")
     except CacheNotFound:
         return []
 
@@ -128,5 +128,7 @@ def _explained(options: ModelOptions, problem: Exception) -> ModelError:
             hint="free space there, or set HF_HOME to another disk",
         )
     status = f"HTTP status {problem.response.status_code}" if isinstance(problem, HfHubHTTPError) else None
-    reason = status or str(problem).strip().partition("\n")[0][:200] or type(problem).__name__
-    return ModelError(f"fetching {options.model} failed: {reason}", hint="try again; --offline uses what is cached")
+    return ModelError(
+        f"fetching {options.model} failed: {status or one_line(problem)}",
+        hint="try again; --offline uses what is cached",
+    )

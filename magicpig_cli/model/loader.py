@@ -33,10 +33,11 @@ from magicpig_cli.config import ModelOptions
 from magicpig_cli.errors import MagicpigError, MemoryBudgetError, ModelError, UsageError
 from magicpig_cli.events import LoadProgress
 from magicpig_cli.model import demo, gguf, hub, weights
-from magicpig_cli.model.progress import Report, forwarded, ignore
+from magicpig_cli.model.progress import Report, forwarded, ignore, one_line
 from magicpig_cli.model.shape import unsupported_reason
 from magicpig_cli.units import format_bytes
 
+_TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "*.tiktoken")
 _DUMMY_SEED = 0
 _NO_LIMIT = int(1e30)  # tokens; transformers' own sentinel for a tokenizer without one
 
@@ -220,21 +221,20 @@ def _config_file_source(path: Path, options: ModelOptions) -> _Source:
 
 @contextmanager
 def _explaining(what: str) -> Iterator[None]:
-    """Whatever a library raises becomes one line that says what was read, and the library's own first line."""
+    """Whatever a library raises becomes one line that says what was read, and what the library said."""
     try:
         with forwarded("loading", ignore):
             yield
     except (MagicpigError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as problem:
-        reason = str(problem).strip().partition("\n")[0][:300] or type(problem).__name__
-        raise ModelError(f"cannot read {what}: {reason}", hint="--debug shows where it failed") from problem
+        raise ModelError(f"cannot read {what}: {one_line(problem)}", hint="--debug shows where it failed") from problem
 
 
 def _config_in(folder: Path, name: str, options: ModelOptions) -> PretrainedConfig:
     """From folder/config.json, or from `folder` if that is itself a config file."""
     path = folder / "config.json" if folder.is_dir() else folder
-    content = _read_json_config(path, name)
+    content = _read_json_config(path, options.model)
     family, has_code = content.get("model_type"), "AutoConfig" in content.get("auto_map", {})
     if family not in CONFIG_MAPPING and not (has_code and options.trust_remote_code):
         raise _unknown_family(name, family, has_code)
@@ -276,9 +276,10 @@ def _unknown_family(name: str, family: object, has_code: bool) -> ModelError:
 
 
 def _tokenizer_in(folder: Path, name: str, options: ModelOptions) -> PreTrainedTokenizerBase:
-    dummy = options.load_format == "dummy"
-    if dummy and (folder.is_file() or not any(folder.glob("tokenizer*"))):
-        return _byte_tokenizer()
+    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):  # none either if `folder` is a config file
+        if options.load_format == "dummy":
+            return _byte_tokenizer()
+        raise ModelError(f"{options.model} has no tokenizer", hint="download tokenizer.json and its companions too")
     with _explaining(f"the tokenizer of {name}"):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=options.trust_remote_code, local_files_only=hub.is_offline(options)

@@ -1,4 +1,4 @@
-"""What transformers, huggingface_hub and tqdm would draw on the terminal, turned into LoadProgress events."""
+"""What transformers, huggingface_hub and tqdm would draw or say on the terminal, as LoadProgress events and lines."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ Report = Callable[[LoadProgress], None]
 
 def ignore(_: LoadProgress) -> None:
     """For callers that want no progress."""
+
+
+def one_line(problem: BaseException, most: int = 300) -> str:
+    """What a library says in several lines, in one of at most `most` characters."""
+    return " ".join(str(problem).split())[:most] or type(problem).__name__
 
 
 def bar_class(stage: str, report: Report, unit: str | None = None) -> type[tqdm]:
