@@ -15,9 +15,11 @@ TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def as_tensor(block: np.ndarray) -> torch.Tensor:
     """The same memory as a tensor; uint16 arrays hold bfloat16 bits."""
-    if block.dtype == np.uint16:
-        return torch.from_numpy(block.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(block)
+    # A tensor made inside inference mode could only be written to inside it, and rows are written from outside too.
+    with torch.inference_mode(False):
+        if block.dtype == np.uint16:
+            return torch.from_numpy(block.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(block)
 
 
 def as_array(rows: torch.Tensor) -> np.ndarray:

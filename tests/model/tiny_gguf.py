@@ -8,7 +8,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 from tokenizers import pre_tokenizers
 
-HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, VOCAB = 64, 96, 2, 4, 2, 260
+HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, VOCAB = 64, 96, 2, 4, 2, 261
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 
 
@@ -41,9 +41,9 @@ def write(path: Path, seed: int = 0) -> dict[str, np.ndarray]:
 def add_tokenizer(writer: GGUFWriter) -> None:
     special = ["<unk>", "<|im_start|>", "<|im_end|>"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"])
-    writer.add_token_types([3] * len(special) + [1] * 257)
-    writer.add_token_merges(["a b"])
+    writer.add_token_list([*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), "cd", "ab"])
+    writer.add_token_types([3] * len(special) + [1] * 258)
+    writer.add_token_merges(["a b", "c d"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
