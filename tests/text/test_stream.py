@@ -103,6 +103,9 @@ def test_cost_per_token_does_not_grow():
         ids = encode(BYTE_LEVEL, text * 100)
         stream(counting, ids)
         assert counting.decoded < 10 * len(ids)
+    counting = Counting(BYTE_LEVEL)
+    stream(counting, [0x80] * 2000)  # nothing but broken bytes: the window is bounded
+    assert counting.decoded < 100 * 2000
 
 
 def test_special_tokens_are_not_text(tokenizer):
