@@ -11,6 +11,8 @@ DEFAULT_SINK = 4
 DEFAULT_LOCAL = 64
 DEFAULT_K = 10
 DEFAULT_L = 150
+INDEX_FROM = 256  # offloaded keys from which tables are built; below, exact attention reads less
+TAIL_ROWS = 1024  # codes compared one by one (6.6 µs per head, EVIDENCE.md section 1) before they become a segment
 DEFAULT_TEMPERATURE = 0.7
 DEFAULT_MAX_TOKENS = 512
 

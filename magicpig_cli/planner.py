@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from magicpig_cli.config import DEFAULT_K, DEFAULT_L, AttentionOptions, ModelOptions, Settings
+from magicpig_cli.config import DEFAULT_K, DEFAULT_L, INDEX_FROM, TAIL_ROWS, AttentionOptions, ModelOptions, Settings
 from magicpig_cli.errors import ContextError, MemoryBudgetError, UsageError
 from magicpig_cli.hardware import Hardware
+from magicpig_cli.kernels import MAX_SEGMENT_ROWS
 from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.units import format_bytes
 
@@ -21,9 +22,6 @@ FLUSH = 64  # rows that leave the window at once
 CHUNK = 512  # prompt tokens per forward: activations stay small and Ctrl-C is answered
 BLOCK_ROWS = 1024  # rows per block of the store
 AUTO_LSH_FROM = 4096  # `auto`: shorter sequences are attended exactly
-INDEX_FROM = 256  # offloaded tokens below which there is no index
-SEGMENT_ROWS = 65_472  # ids inside a segment are uint16
-TAIL_ROWS = 1024  # codes not yet in a segment
 MAX_K = 16
 MAX_BATCH = 8  # sequences decoded together: beyond it a CPU's matrix products gain nothing (EVIDENCE.md section 3)
 MAX_BATCH_GPU = 32
@@ -77,7 +75,7 @@ class Plan:
         keys = self.offloaded(tokens)
         if keys < INDEX_FROM or (self.mode == "auto" and tokens < self.auto_lsh_from):
             return 0
-        segments = -(-keys // SEGMENT_ROWS)
+        segments = -(-keys // MAX_SEGMENT_ROWS)
         per_head = 2 * self.L * (keys + segments * ((1 << self.K) + 1) + TAIL_ROWS)
         return len(self.sampled_layers) * self.shape.kv_heads * per_head
 

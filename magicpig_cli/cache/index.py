@@ -14,8 +14,8 @@ import torch
 
 from magicpig_cli import kernels
 from magicpig_cli.cache.store import RowStore
+from magicpig_cli.config import TAIL_ROWS
 
-TAIL_ROWS = 1024  # scanned per step: 6.6 µs per head (EVIDENCE.md section 1), sealed in a few ms
 REBUILD_GROWTH = 1.25  # after a prefill that grew the offloaded part by more than a quarter: new mean
 
 

@@ -76,12 +76,14 @@ def _one_turn(
 ) -> Finished:
     from magicpig_cli.engine.conversation import Conversation, document_message
     from magicpig_cli.ui import console
-    from magicpig_cli.ui.answer import statistics_line, stream_answer
+    from magicpig_cli.ui.answer import show_notices, statistics_line, stream_answer
 
     conversation = Conversation(engine.codec, settings.system)
     conversation.add_user(document_message(documents, text) if documents else text)
     sequence = engine.new_sequence()
-    request = engine.request("chat", conversation.prompt_ids(), settings.generation, sequence)
+    prompt_ids = conversation.prompt_ids()
+    show_notices(engine, quiet=quiet)
+    request = engine.request("chat", prompt_ids, settings.generation, sequence)
     finished = stream_answer(engine, request, show_text=not as_json, quiet=quiet)
     if as_json:
         print(json.dumps(answer_json(engine, sequence, finished), ensure_ascii=False))

@@ -24,6 +24,7 @@ class ChatCodec:
 
     def __init__(self, tokenizer: Any, config: Any, generation_config: Any, template: str | None = None) -> None:
         self.notices: list[str] = []
+        self._reported = 0  # notices that `new_notices` has handed out
         self._tokenizer = tokenizer
         self._template = template
         self.has_template = bool(template or tokenizer.chat_template)
@@ -140,6 +141,12 @@ class ChatCodec:
     def _name(self) -> str:
         name = str(self._tokenizer.name_or_path or "this model")
         return "/".join(Path(name).parts[-2:]) if Path(name).is_absolute() else name
+
+    def new_notices(self) -> list[str]:
+        """Notices since this was last asked."""
+        fresh = self.notices[self._reported :]
+        self._reported = len(self.notices)
+        return fresh
 
     def _note(self, notice: str) -> None:
         if notice not in self.notices:

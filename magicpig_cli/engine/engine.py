@@ -18,6 +18,7 @@ from magicpig_cli.engine.scheduler import Request, Scheduler
 from magicpig_cli.errors import ContextError
 from magicpig_cli.events import Event, LoadProgress
 from magicpig_cli.model import loader
+from magicpig_cli.model.frequencies import settle
 from magicpig_cli.model.shape import ModelShape, shape_from_config
 from magicpig_cli.planner import Plan, plan
 
@@ -43,6 +44,7 @@ class Engine:
         self.context = self.plan.context
         self.threads = self.plan.threads
         self._device = device
+        settle(loaded.model, self.context)
         self.runner = ModelRunner(loaded.model, self.shape, self.plan, device, settings.attention.hash_seed)
         self._cancelled: set[str] = set()
         torch.set_num_threads(self.threads)

@@ -18,12 +18,11 @@ from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import TORCH_DTYPE
 from magicpig_cli.cache.window import WindowShape
+from magicpig_cli.config import INDEX_FROM
 from magicpig_cli.events import STAGES, StepStats
 from magicpig_cli.model import hook
 from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.planner import Plan
-
-MIN_INDEXED = 256  # offloaded keys from which tables are built; below, exact attention reads less
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class ModelRunner:
     def samples(self, sequence: Sequence, mode: str | None = None) -> bool:
         """Whether the next decode step of this sequence samples. `mode` overrules the plan's (bench, eval)."""
         mode = mode or self.plan.mode
-        long_enough = self._window.offloaded(sequence.length + 1) >= MIN_INDEXED
+        long_enough = self._window.offloaded(sequence.length + 1) >= INDEX_FROM
         return long_enough and (mode == "lsh" or (mode == "auto" and sequence.length >= self.plan.auto_lsh_from))
 
     def _indexed(self, layer: int) -> bool:

@@ -78,12 +78,16 @@ def read_config(path: Path) -> PretrainedConfig:
         return config
 
 
-def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer inside the file, chat template included."""
+def read_tokenizer(path: Path, config: PretrainedConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer inside the file, chat template included. config: what `read_config` gave for it."""
     from transformers import AutoTokenizer
 
     with readable(path) as source:
-        return AutoTokenizer.from_pretrained(**source)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**source)
+    for name in ("bos", "eos", "pad"):  # transformers 5.17 takes another token than the file says for the end token
+        if (token := getattr(config, f"{name}_token_id", None)) is not None:
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token))
+    return tokenizer
 
 
 def convert(path: Path, config: PretrainedConfig, target: Path, report: Report) -> None:
@@ -139,7 +143,7 @@ def _write(path: Path, config: PretrainedConfig, folder: Path, report: Report) -
     from transformers import AutoModelForCausalLM
 
     _check_space(folder, config)
-    tokenizer = read_tokenizer(path)
+    tokenizer = read_tokenizer(path, config)
     with forwarded(_STAGE, report), readable(path) as source:
         model = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=torch.float32)
     report(LoadProgress("writing the converted model"))

@@ -93,7 +93,9 @@ def _not_cached(options: ModelOptions, offline: bool) -> ModelError:
 def cached_models() -> list[str]:
     """Ids of models of which at least some files are in the Hub cache."""
     try:
-        return sorted(repo.repo_id for repo in scan_cache_dir(constants.HF_HUB_CACHE).repos if repo.repo_type == "model")
+        return sorted(
+            repo.repo_id for repo in scan_cache_dir(constants.HF_HUB_CACHE).repos if repo.repo_type == "model"
+        )
     except CacheNotFound:
         return []
 

@@ -123,7 +123,7 @@ def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
     source = _locate(options, lambda: hub.fetch(options, hub.TEXT_FILES, ignore))
     if source.folder is None:
         assert source.gguf is not None
-        return _unlimited(gguf.read_tokenizer(source.gguf))
+        return _as_engine_wants(gguf.read_tokenizer(source.gguf, gguf.read_config(source.gguf)))
     return _tokenizer_in(source.folder, source.name, options)
 
 
@@ -284,12 +284,14 @@ def _tokenizer_in(folder: Path, name: str, options: ModelOptions) -> PreTrainedT
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=options.trust_remote_code, local_files_only=hub.is_offline(options)
         )
-    return _unlimited(tokenizer)
+    return _as_engine_wants(tokenizer)
 
 
-def _unlimited(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The engine compares lengths with the context; a tokenizer's own limit is often wrong and only warns."""
+def _as_engine_wants(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Without two habits: warning at a length (the engine knows the context, a tokenizer's limit is often wrong), and
+    removing spaces before punctuation, which would change text that has been shown already."""
     tokenizer.model_max_length = _NO_LIMIT
+    tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
 
 

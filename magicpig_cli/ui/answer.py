@@ -71,6 +71,13 @@ def _write(text: str) -> None:
         sys.stdout.flush()
 
 
+def show_notices(engine: Engine, *, quiet: bool) -> None:
+    """What the codec had to do differently, each said once."""
+    for notice in engine.codec.new_notices():
+        if not quiet:
+            console.say(notice)
+
+
 def statistics_line(finished: Finished) -> str:
     """`1,043 + 120 tokens (900 reused) · TTFT 2.1 s · 14.2 tok/s · p99 81 ms · sampled 4.3%`."""
     timing = finished.timing

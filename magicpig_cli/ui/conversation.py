@@ -17,7 +17,7 @@ from magicpig_cli.engine.conversation import Conversation, document_message, rea
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.errors import MagicpigError
 from magicpig_cli.ui import console
-from magicpig_cli.ui.answer import TWICE_WITHIN_S, statistics_line, stream_answer
+from magicpig_cli.ui.answer import TWICE_WITHIN_S, show_notices, statistics_line, stream_answer
 
 _BLOCK = '"""'
 _COMMANDS = {
@@ -83,6 +83,7 @@ class _Chat:
         self.conversation.add_user(document_message(documents, text) if documents else text)
         try:
             ids = self.conversation.prompt_ids()
+            show_notices(self.engine, quiet=self.quiet)
             request = self.engine.request("chat", ids, self.settings.generation, self.sequence)
             finished = stream_answer(self.engine, request, show_text=True, quiet=self.quiet)
         except MagicpigError as error:

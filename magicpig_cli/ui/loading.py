@@ -16,7 +16,6 @@ def load_engine(settings: Settings, *, quiet: bool) -> Engine:
             progress.update(event.done, event.total, description=event.stage)
 
         engine = Engine.load(settings, show)
-    if not quiet:
-        for notice in engine.codec.notices:
-            console.say(notice)
+    for line in engine.plan.reasons:
+        console.detail(line)
     return engine
