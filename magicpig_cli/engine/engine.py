@@ -58,6 +58,7 @@ class Engine:
         begin = time.perf_counter()
         device = loader.resolve_device(settings.model.device)
         config = loader.load_config(settings.model)
+        loader.check_supported(config, settings.model.model)
         plan(hardware.probe(), shape_from_config(config), settings)
         loaded = loader.load_model(settings.model, device, on_progress)
         return cls(settings, loaded, device, time.perf_counter() - begin)

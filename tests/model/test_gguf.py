@@ -39,11 +39,11 @@ def converted(cache: Path) -> list[Path]:
     return list(cache.glob("gguf/*"))
 
 
-def test_first_load_converts_and_later_ones_do_not_read_the_file(cache, file, capfd, monkeypatch):
+def test_first_load_converts_and_later_ones_do_not_read_the_file(cache, file, said, monkeypatch):
     tensors = tiny_gguf.write(file)
     events: list[LoadProgress] = []
     first = load(file, events)
-    assert capfd.readouterr() == ("", "")
+    assert said() == []
     assert {event.stage for event in events} > {"converting the GGUF file, once", "loading weights"}
     down = first.model.model.layers[1].mlp.down_proj.weight.numpy()
     assert np.array_equal(down, tensors["blk.1.ffn_down.weight"].astype(np.float32))

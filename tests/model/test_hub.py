@@ -62,7 +62,7 @@ def refused(model: str = MODEL, **options) -> ModelError:
     return caught.value
 
 
-def test_fetches_what_is_needed_and_says_how_far_it_is(hub, capfd):
+def test_fetches_what_is_needed_and_says_how_far_it_is(hub, said):
     events: list[LoadProgress] = []
     loaded = load(events=events)
     assert (loaded.name, loaded.revision) == (MODEL, fake_hub.COMMIT)
@@ -72,7 +72,7 @@ def test_fetches_what_is_needed_and_says_how_far_it_is(hub, capfd):
     }  # fmt: skip
     downloads = [event for event in events if event.stage == "downloading"]
     assert max(event.done for event in downloads) > 400_000
-    assert capfd.readouterr() == ("", "")
+    assert said() == []
 
 
 def test_offline_afterwards_uses_what_was_fetched(hub, monkeypatch):
