@@ -55,8 +55,8 @@ cdef extern from "rows.h" nogil:
                   const row_t* ahead, int64_t skip, int64_t bytes, float* out)
     void rows_distance(const float* x, const row_t* rows, int n, int head_dim, int wide,
                        const row_t* ahead, int64_t skip, int64_t bytes, float* out)
-    void rows_add(const float* p, int count, const row_t* rows, int n, int head_dim, int wide, const float* factor,
-                  float* total, int64_t stride)
+    void rows_add(const float* p, int count, const row_t* rows, int n, int head_dim, int wide, const row_t* ahead,
+                  const float* factor, float* total, int64_t stride)
     float packed_dot(const float* x, const float* y, int head_dim)
 
 

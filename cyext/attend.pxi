@@ -171,14 +171,15 @@ cdef void _attend_run(const Piece* piece, const Shape* shape, const float* queri
         while g < shape.G:
             pair = 2 if g + 1 < shape.G else 1
             rows_dot(q + g * shape.packed, shape.packed, pair, tile[now], n, shape.D, rows.wide,
-                     tile[1 - now] if g == 0 else NULL, 0, rows.row_bytes, weights)
-            _accumulate(weights, pair, NULL, tile[now], n, rows, shape, out + g * shape.packed, top + g, total + g)
+                     tile[1 - now] if g == 0 else NULL, 0, rows.row_bytes // 2, weights)
+            _accumulate(weights, pair, NULL, tile[now], n, tile[1 - now] if g == 0 else NULL, rows, shape,
+                        out + g * shape.packed, top + g, total + g)
             g = g + pair
         n, now = ahead, 1 - now
 
 
-cdef inline void _accumulate(float* dots, int count, const float* extra, const row_t* tile, int n, const rows_t* rows,
-                             const Shape* shape, float* out, float* top, float* total) noexcept nogil:
+cdef inline void _accumulate(float* dots, int count, const float* extra, const row_t* tile, int n, const row_t* ahead,
+                             const rows_t* rows, const Shape* shape, float* out, float* top, float* total) noexcept nogil:
     """dots [count][TILE] = q·k of n rows → their part of the online softmax; `extra` is added to the logits."""
     cdef int r, i
     cdef float factor[2]
@@ -188,7 +189,7 @@ cdef inline void _accumulate(float* dots, int count, const float* extra, const r
             for r in range(n):
                 dots[r] += extra[r]
         factor[i] = softmax_step(dots + i * TILE, n, top + i, total + i)
-    rows_add(dots, count, tile, n, shape.D, rows.wide, factor, out, shape.packed)
+    rows_add(dots, count, tile, n, shape.D, rows.wide, ahead, factor, out, shape.packed)
 
 
 cdef tuple _merge(const Partial* view, const Shape* shape, int64_t pieces, int threads):

@@ -148,7 +148,8 @@ cdef int _next_tile(Scan* scan, int64_t* rows) noexcept nogil:
 
 cdef void _attend_sampled(const Piece* piece, const Shape* shape, const float* queries, const float* table, int cells,
                           float* out, float* top, float* total, int64_t* sampled) noexcept nogil:
-    """The sampled rows of the piece. V of a tile is prefetched during its norms, K of the next one by and by."""
+    """The sampled rows of the piece. Keys of the next tile are prefetched during the norms of this one, values head by
+    head: spread over the work, the memory is always busy."""
     cdef const Part* part = piece.part
     cdef const rows_t* rows = piece.rows
     cdef const float* q = queries + ((rows.wide * shape.B + piece.b) * shape.H + piece.kv_head * shape.G) * shape.packed
@@ -169,15 +170,17 @@ cdef void _attend_sampled(const Piece* piece, const Shape* shape, const float* q
     pack(part.mu + piece.kv_head * shape.D, shape.D, rows.wide, mu)
     for r in range(n):
         tile[0][r] = row_at(rows, piece.kv_head, part.start + ids[0][r])
-        prefetch_row(tile[0][r], key_bytes)
+        prefetch_row(tile[0][r], 2 * key_bytes)
     while n > 0:
         ahead = _next_tile(&scan, ids[1 - now])
         for r in range(ahead):
             tile[1 - now][r] = row_at(rows, piece.kv_head, part.start + ids[1 - now][r])
-        rows_distance(mu, tile[now], n, shape.D, rows.wide, tile[now], key_bytes, key_bytes, squares)
+        for r in range(ahead, n):
+            tile[1 - now][r] = tile[now][r]
+        rows_distance(mu, tile[now], n, shape.D, rows.wide, tile[1 - now], 0, key_bytes, squares)
         for g in range(shape.G):
             for r in range(g * ahead // shape.G, (g + 1) * ahead // shape.G):
-                prefetch_row(tile[1 - now][r], key_bytes)
+                prefetch_row(tile[1 - now][r] + key_bytes, key_bytes)
             sampled[g] += _attend_head(scan.bits + g * part.words, ids[now], tile[now], squares, n, mu,
                                        q + g * shape.packed, rows, shape, table, cells, out + g * shape.packed,
                                        top + g, total + g)
@@ -201,7 +204,7 @@ cdef int _attend_head(const uint64_t* bits, const int64_t* ids, const row_t* til
     rows_dot(q, 0, 1, own, count, shape.D, rows.wide, NULL, 0, 0, dots)
     logits_weights(dots, own_squares, count, packed_dot(q, mu, shape.D), sqrtf(packed_dot(q, q, shape.D)), table,
                    cells, extra)
-    _accumulate(dots, 1, extra, own, count, rows, shape, out, top, total)
+    _accumulate(dots, 1, extra, own, count, NULL, rows, shape, out, top, total)
     return count
 
 

@@ -67,7 +67,7 @@ static INLINE void hash_tile(const float *rows, const float *panel, int64_t stri
 
 /* Codes [tables][HASH_BLOCK][VW] (set to 0 before) of packed rows for `tables` ≤ HASH_TABLES neighbouring table blocks
  * that start at `panel`; bias is [table block][K][VW]. With `raw`, projections [K][tables][HASH_BLOCK][VW] instead. */
-static inline void hash_tables(const float *rows, int n, const float *panel, int D, int K, int tables,
+static OUTLINE void hash_tables(const float *rows, int n, const float *panel, int D, int K, int tables,
         const float *bias, uint32_t *codes, float *raw) {
     const int64_t stride = (int64_t)K * D * VW, plane = HASH_BLOCK * VW;
     for (int k = 0; k < K; k++)

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #define INLINE inline __attribute__((always_inline)) /* so that constant arguments select code */
+#define OUTLINE __attribute__((noinline)) /* inlined into long functions, GCC 12 keeps accumulators in memory */
 #define UNROLL _Pragma("GCC unroll 8") /* early enough for arrays of vectors to become registers */
 #define TILE 32 /* rows at once: K and V of a tile stay in the L1 cache up to 512-byte rows */
 #define CHUNK (2 * VW)
@@ -132,7 +133,7 @@ static INLINE void rows_sums(const float *x, int64_t stride, const row_t *rows, 
 
 /* out[r] = Σ_d row_r[d]·x[d] for n ≤ TILE rows and `count` (1 or 2) vectors x that lie `stride` floats apart; out is
  * [count][TILE]. While at it, `bytes` at ahead[r] + skip are prefetched, if ahead is given. */
-static inline void rows_dot(const float *x, int64_t stride, int count, const row_t *rows, int n, int head_dim,
+static OUTLINE void rows_dot(const float *x, int64_t stride, int count, const row_t *rows, int n, int head_dim,
         int wide, const row_t *ahead, int64_t skip, int64_t bytes, float *out) {
     if (count == 1 && wide) rows_sums(x, stride, rows, n, head_dim, 1, PRODUCTS, ahead, skip, bytes, out);
     else if (count == 1) rows_sums(x, stride, rows, n, head_dim, 0, PRODUCTS, ahead, skip, bytes, out);
@@ -141,7 +142,7 @@ static inline void rows_dot(const float *x, int64_t stride, int count, const row
 }
 
 /* out[r] = Σ_d (row_r[d] − x[d])²; else as rows_dot. */
-static inline void rows_distance(const float *x, const row_t *rows, int n, int head_dim, int wide, const row_t *ahead,
+static OUTLINE void rows_distance(const float *x, const row_t *rows, int n, int head_dim, int wide, const row_t *ahead,
         int64_t skip, int64_t bytes, float *out) {
     if (wide) rows_sums(x, 0, rows, n, head_dim, 1, SQUARES, ahead, skip, bytes, out);
     else rows_sums(x, 0, rows, n, head_dim, 0, SQUARES, ahead, skip, bytes, out);
@@ -149,13 +150,14 @@ static inline void rows_distance(const float *x, const row_t *rows, int n, int h
 
 /* `chunks` chunks of rows_add in registers; the last has `left` elements. */
 static INLINE void add_chunks(const float *p, int count, const row_t *rows, int n, int64_t offset, int wide,
-        int chunks, int left, const float *factor, float *sum, int64_t stride) {
+        int chunks, int left, const row_t *ahead, int64_t bytes, const float *factor, float *sum, int64_t stride) {
     vf acc[2][8];
     UNROLL for (int q = 0; q < count; q++)
         UNROLL for (int c = 0; c < 2 * chunks; c++)
             acc[q][c] = vf_mul(vf_set1(factor[q]), vf_load(sum + q * stride + c * VW));
     for (int r = 0; r < n; r++) {
         const char *at = rows[r] + offset;
+        if (ahead) prefetch_row(ahead[r] + bytes, bytes);
         UNROLL for (int c = 0; c < chunks; c++) {
             vf a, b;
             load_chunk(at + c * CHUNK * (wide ? 4 : 2), left, wide, &a, &b);
@@ -171,25 +173,26 @@ static INLINE void add_chunks(const float *p, int count, const row_t *rows, int 
 }
 
 static INLINE void rows_add_typed(const float *p, int count, const row_t *rows, int n, int head_dim, int wide,
-        const float *factor, float *sum, int64_t stride) {
+        const row_t *ahead, const float *factor, float *sum, int64_t stride) {
     const int64_t width = wide ? 4 : 2, value = head_dim * width;
     const int chunks = 4 / count; /* 8 accumulators */
     int d = 0;
     for (; d + chunks * CHUNK <= head_dim; d += chunks * CHUNK)
-        add_chunks(p, count, rows, n, value + d * width, wide, chunks, CHUNK, factor, sum + d, stride);
+        add_chunks(p, count, rows, n, value + d * width, wide, chunks, CHUNK, d ? NULL : ahead, value, factor, sum + d, stride);
     for (; d + CHUNK <= head_dim; d += CHUNK)
-        add_chunks(p, count, rows, n, value + d * width, wide, 1, CHUNK, factor, sum + d, stride);
+        add_chunks(p, count, rows, n, value + d * width, wide, 1, CHUNK, d ? NULL : ahead, value, factor, sum + d, stride);
     if (d < head_dim)
-        add_chunks(p, count, rows, n, value + d * width, wide, 1, head_dim - d, factor, sum + d, stride);
+        add_chunks(p, count, rows, n, value + d * width, wide, 1, head_dim - d, d ? NULL : ahead, value, factor, sum + d, stride);
 }
 
-/* sum = factor·sum + Σ_r p[r]·V_r for `count` (1 or 2) packed sums `stride` floats apart; p is [count][TILE]. */
-static inline void rows_add(const float *p, int count, const row_t *rows, int n, int head_dim, int wide,
-        const float *factor, float *sum, int64_t stride) {
-    if (count == 1 && wide) rows_add_typed(p, 1, rows, n, head_dim, 1, factor, sum, stride);
-    else if (count == 1) rows_add_typed(p, 1, rows, n, head_dim, 0, factor, sum, stride);
-    else if (wide) rows_add_typed(p, 2, rows, n, head_dim, 1, factor, sum, stride);
-    else rows_add_typed(p, 2, rows, n, head_dim, 0, factor, sum, stride);
+/* sum = factor·sum + Σ_r p[r]·V_r for `count` (1 or 2) packed sums `stride` floats apart; p is [count][TILE]. While at
+ * it, the values of the rows `ahead` are prefetched, if given: spread over the work, not in one burst (25% faster). */
+static OUTLINE void rows_add(const float *p, int count, const row_t *rows, int n, int head_dim, int wide,
+        const row_t *ahead, const float *factor, float *sum, int64_t stride) {
+    if (count == 1 && wide) rows_add_typed(p, 1, rows, n, head_dim, 1, ahead, factor, sum, stride);
+    else if (count == 1) rows_add_typed(p, 1, rows, n, head_dim, 0, ahead, factor, sum, stride);
+    else if (wide) rows_add_typed(p, 2, rows, n, head_dim, 1, ahead, factor, sum, stride);
+    else rows_add_typed(p, 2, rows, n, head_dim, 0, ahead, factor, sum, stride);
 }
 
 /* Σ x·y of packed vectors. */
