@@ -21,7 +21,7 @@ from magicpig_cli.cli.options import SHARED_OPTIONS
 from magicpig_cli.errors import MagicpigError, UsageError
 from magicpig_cli.ui import console
 
-COMMANDS = ("chat", "bench", "doctor", "models")  # modules of this package; `models` is a group
+COMMANDS = ("chat", "batch", "bench", "doctor", "models")  # modules of this package; `models` is a group
 INTERRUPTED = 130
 _ASKS_FOR_HELP = frozenset({"-h", "--help", "--version"})
 

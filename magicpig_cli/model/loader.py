@@ -127,6 +127,16 @@ def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
     return _tokenizer_in(source.folder, source.name, options)
 
 
+def load_generation_config(options: ModelOptions) -> GenerationConfig | None:
+    """The model's own defaults of generation, if a file holds them. Raises ModelError."""
+    source = _locate(options, lambda: hub.fetch(options, hub.TEXT_FILES, ignore))
+    if source.folder is None or not (source.folder / "generation_config.json").is_file():
+        return None
+    with _explaining(f"the generation config of {source.name}"):
+        config: GenerationConfig = GenerationConfig.from_pretrained(source.folder)
+        return config
+
+
 def load_model(
     options: ModelOptions, device: torch.device, on_progress: Callable[[LoadProgress], None] | None = None
 ) -> Loaded:

@@ -1,0 +1,38 @@
+"""What is known of a model before its weights are read: enough to check every line and to plan memory."""
+
+from __future__ import annotations
+
+from magicpig_cli import hardware
+from magicpig_cli.batch.reader import JsonlSource
+from magicpig_cli.batch.request import RequestMaker
+from magicpig_cli.config import Settings
+from magicpig_cli.engine.conversation import ChatCodec
+from magicpig_cli.model import loader
+from magicpig_cli.model.shape import shape_from_config
+from magicpig_cli.planner import Plan, plan
+
+
+def without_weights(
+    settings: Settings, source: JsonlSource, raw: bool, allow_outside_files: bool
+) -> tuple[RequestMaker, Plan]:
+    """Config, tokenizer and plan of the model that `settings` name.
+
+    Raises ModelError, ContextError, MemoryBudgetError or UsageError for what could not run.
+    """
+    loader.resolve_device(settings.model.device)
+    config = loader.load_config(settings.model)
+    loader.check_supported(config, settings.model.model)
+    planned = plan(hardware.probe(), shape_from_config(config), settings)
+    generation_config = loader.load_generation_config(settings.model)
+    tokenizer = loader.load_tokenizer(settings.model)
+    maker = RequestMaker(
+        codec=ChatCodec(tokenizer, config, generation_config, settings.model.chat_template),
+        generation_config=generation_config,
+        context=planned.context,
+        defaults=settings.generation,
+        system=settings.system,
+        raw=raw,
+        directory=source.directory,
+        allow_outside_files=allow_outside_files,
+    )
+    return maker, planned

@@ -1,0 +1,158 @@
+"""Good lines through the engine, several at a time, and records out. Yields its state after every engine event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from magicpig_cli.batch.check import Checked, Entry
+from magicpig_cli.batch.line import BadLine, LineError, parse_line
+from magicpig_cli.batch.reader import JsonlSource
+from magicpig_cli.batch.records import answer_record, error_record
+from magicpig_cli.batch.request import RequestMaker
+from magicpig_cli.batch.writer import Output
+from magicpig_cli.errors import MagicpigError
+from magicpig_cli.events import Event, Failed, Finished, PrefillProgress, StepStats
+
+if TYPE_CHECKING:
+    from magicpig_cli.engine.engine import Engine, Request
+
+INPUT_CHANGED, FAILED = "input_changed", "request_failed"
+
+
+@dataclass
+class Progress:
+    """Where a run stands. Records that wait for their turn (`--ordered`) count when they are written."""
+
+    total: int
+    ok: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0  # of answered lines
+    completion_tokens: int = 0
+    decode_tokens: int = 0  # by decode steps; the first token of an answer comes from its prompt
+    decode_s: float = 0.0
+    reading: tuple[int, int] | None = None  # prompt tokens done and in all, while one is read
+
+    @property
+    def done(self) -> int:
+        return self.ok + self.failed
+
+    @property
+    def decode_tok_s(self) -> float | None:
+        """Tokens per second of all sequences together, while decoding."""
+        return self.decode_tokens / self.decode_s if self.decode_s else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What became of one line."""
+
+    record: dict[str, Any]
+    finished: Finished | None
+
+
+class BatchRunner:
+    """One run over a checked input. `stop` is asked between events; once it says yes the run ends there."""
+
+    def __init__(
+        self, source: JsonlSource, checked: Checked, maker: RequestMaker, output: Output, *, ordered: bool,
+        stop: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self.progress = Progress(checked.total)
+        self._source = source
+        self._checked = checked
+        self._maker = maker
+        self._output = output
+        self._ordered = ordered
+        self._stop = stop
+        self._ids: dict[str, str] = {}  # key of a running request → the line's id
+        self._waiting: dict[int, _Outcome] = {}  # by place, where order is kept
+        self._next = 0  # place whose record is written next, where order is kept
+
+    def run(self, engine: Engine | None, batch_size: int) -> Iterator[Progress]:
+        """Answer everything. Without an engine (no good line) only the failures are written.
+
+        Raises MagicpigError, BrokenPipeError: the output cannot be written. What is finished has been written then.
+        """
+        try:
+            for place, problem in self._checked.errors.items():
+                self._settle(place, _Outcome(error_record(problem), None))
+            yield self.progress
+            if engine is not None:
+                yield from self._answer(engine, batch_size)
+        finally:
+            # Only a run that ends early leaves any: finished answers are not thrown away because an earlier one is not.
+            for place in sorted(self._waiting):
+                self._write(self._waiting.pop(place))
+
+    def _answer(self, engine: Engine, batch_size: int) -> Iterator[Progress]:
+        for event in engine.generate(self._requests(engine), batch_size):
+            self._take(engine, event)
+            self._output.tick()
+            yield self.progress
+            if self._stop():
+                return
+
+    def _requests(self, engine: Engine) -> Iterator[Request]:
+        """The good lines, each read again when the engine has room for it."""
+        for entry in self._checked.entries():
+            if self._stop():
+                return
+            try:
+                request = self._request(engine, entry)
+            except BadLine as problem:
+                self._fail(entry, problem.code, problem.message)
+            except MagicpigError as problem:
+                self._fail(entry, FAILED, problem.message)
+            else:
+                yield request
+
+    def _request(self, engine: Engine, entry: Entry) -> Request:
+        line = parse_line(self._source.line_at(entry.number, entry.offset))
+        if isinstance(line, LineError) or self._checked.numbers.get(line.custom_id) != entry.number:
+            raise BadLine(INPUT_CHANGED, "the line is not what it was when it was checked: the input has changed")
+        request = engine.request(str(entry.place), self._maker.prompt_ids(line), self._maker.options(line))
+        self._ids[request.key] = line.custom_id
+        return request
+
+    def _take(self, engine: Engine, event: Event) -> None:
+        progress = self.progress
+        if isinstance(event, PrefillProgress):
+            progress.reading = (event.done, event.total) if event.done < event.total else None
+        elif isinstance(event, StepStats):
+            progress.decode_tokens += event.batch
+            progress.decode_s += event.wall_ms / 1000
+        elif isinstance(event, Finished):
+            record = answer_record(self._ids.pop(event.key), engine.model_name, event)
+            self._settle(int(event.key), _Outcome(record, event))
+        elif isinstance(event, Failed):
+            progress.reading = None
+            number = self._checked.numbers[custom_id := self._ids.pop(event.key)]
+            problem = LineError(number, custom_id, FAILED, event.message)
+            self._settle(int(event.key), _Outcome(error_record(problem), None))
+
+    def _fail(self, entry: Entry, code: str, message: str) -> None:
+        """A line that was good when it was checked and is not any more. Its id is the one that it had then."""
+        custom_id = next(id_ for id_, number in self._checked.numbers.items() if number == entry.number)
+        self._settle(entry.place, _Outcome(error_record(LineError(entry.number, custom_id, code, message)), None))
+
+    def _settle(self, place: int, outcome: _Outcome) -> None:
+        """Write an outcome, now or when all lines before it have theirs."""
+        if not self._ordered:
+            self._write(outcome)
+            return
+        self._waiting[place] = outcome
+        while self._next in self._waiting:
+            self._write(self._waiting.pop(self._next))
+            self._next += 1
+
+    def _write(self, outcome: _Outcome) -> None:
+        if outcome.finished is None:
+            self._output.error(outcome.record)
+            self.progress.failed += 1
+            return
+        self._output.answer(outcome.record)
+        self.progress.ok += 1
+        self.progress.prompt_tokens += outcome.finished.prompt_tokens
+        self.progress.completion_tokens += len(outcome.finished.token_ids)
