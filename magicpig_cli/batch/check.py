@@ -6,7 +6,7 @@ import heapq
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 
 from magicpig_cli.batch.line import BadLine, Line, LineError, parse_line
 from magicpig_cli.batch.reader import JsonlSource
@@ -25,13 +25,18 @@ class Entry:
     place: int
     number: int
     offset: int
+    fingerprint: int  # of the line's bytes
     prompt_tokens: int
     sequence_tokens: int  # with the longest answer it may get
 
 
+_COLUMNS = len(fields(Entry))
+_PROMPT, _SEQUENCE = _COLUMNS - 2, _COLUMNS - 1
+
+
 @dataclass
 class Checked:
-    """The input after one reading. A good line takes 40 bytes here, and its id."""
+    """The input after one reading. A good line takes six numbers here, and its id."""
 
     total: int = 0
     errors: dict[int, LineError] = field(default_factory=dict)  # by place
@@ -43,25 +48,25 @@ class Checked:
     @property
     def good(self) -> int:
         """Lines that can be answered."""
-        return len(self._rows) // 5
+        return len(self._rows) // _COLUMNS
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(self._rows[3::5])
+        return sum(self._rows[_PROMPT::_COLUMNS])
 
     @property
     def sequence_tokens(self) -> int:
         """Prompt tokens and the most that the answers may take."""
-        return sum(self._rows[4::5])
+        return sum(self._rows[_SEQUENCE::_COLUMNS])
 
     def entries(self) -> Iterator[Entry]:
         """The good lines, in order."""
-        for start in range(0, len(self._rows), 5):
-            yield Entry(*self._rows[start : start + 5])
+        for start in range(0, len(self._rows), _COLUMNS):
+            yield Entry(*self._rows[start : start + _COLUMNS])
 
     def histogram(self) -> list[tuple[int, int]]:
         """(longest, lines) of prompt lengths, in powers of two from 64 tokens; no empty ones at either end."""
-        counts = Counter(max(64, 1 << (tokens - 1).bit_length()) for tokens in self._rows[3::5])
+        counts = Counter(max(64, 1 << (tokens - 1).bit_length()) for tokens in self._rows[_PROMPT::_COLUMNS])
         bounds, bound = [], min(counts, default=0)
         while counts and bound <= max(counts):
             bounds.append(bound)
@@ -69,16 +74,14 @@ class Checked:
         return [(bound, counts[bound]) for bound in bounds]
 
     def add(self, entry: Entry) -> None:
-        self._rows.extend(
-            (entry.place, entry.number, entry.offset, entry.prompt_tokens, entry.sequence_tokens)
-        )  # fmt: skip
+        self._rows.extend(astuple(entry))
 
     def batch_size(self, plan: Plan, wanted: int | None) -> int:
         """Sequences decoded together; wanted None = as many as fit even if the longest ones meet.
 
         Raises MemoryBudgetError if `wanted` of the longest do not fit.
         """
-        longest = heapq.nlargest(wanted or plan.max_batch, self._rows[4::5])
+        longest = heapq.nlargest(wanted or plan.max_batch, self._rows[_SEQUENCE::_COLUMNS])
         if wanted is None:
             return max(1, _how_many_fit(plan, longest))
         need = sum(map(plan.sequence_bytes, longest))
@@ -113,7 +116,8 @@ def check(source: JsonlSource, maker: RequestMaker, on_progress: Callable[[int, 
             _note(checked, line)
             try:
                 tokens = len(maker.prompt_ids(line))
-                checked.add(Entry(place, raw.number, raw.offset, tokens, maker.sequence_tokens(line, tokens)))
+                longest = maker.sequence_tokens(line, tokens)
+                checked.add(Entry(place, raw.number, raw.offset, raw.fingerprint, tokens, longest))
             except BadLine as problem:
                 line = LineError(line.number, line.custom_id, problem.code, problem.message)
         if isinstance(line, LineError):

@@ -157,7 +157,7 @@ def _json_value(text: str) -> Any:
     except RecursionError:
         raise BadLine(INVALID_JSON, "not readable JSON: nested too deeply") from None
     except ValueError as problem:  # an integer of more digits than Python converts, and _refuse_constant
-        raise BadLine(INVALID_JSON, f"not readable JSON: {problem}") from None
+        raise BadLine(INVALID_JSON, f"not readable JSON: {str(problem).partition(';')[0]}") from None
 
 
 def _refuse_constant(name: str) -> Any:
@@ -183,9 +183,7 @@ def _checked(holder: Mapping[str, Any], key: str) -> Any:
         return None
     kind = _KINDS[key]
     if not kind.is_type(value):
-        # An array can be wrong because of what is in it.
-        got = f"{_got(value)}: {_shown(value)}" if isinstance(value, list) else _got(value)
-        raise BadLine(INVALID_REQUEST, f"{key}: want {kind.wanted}, got {got}")
+        raise BadLine(INVALID_REQUEST, f"{key}: want {kind.wanted}, got {_got(value)}: {_shown(value)}")
     if not kind.holds(value):
         raise BadLine(INVALID_REQUEST, f"{key}: want {kind.wanted}, got {_shown(value)}")
     return value
@@ -220,8 +218,8 @@ def _asked(values: Mapping[str, Any]) -> tuple[list[dict[str, Any]] | None, str 
     """(messages, None) or (None, prompt)."""
     messages = _checked(values, "messages")
     if messages is not None:
-        for place, message in enumerate(messages):
-            _check_message(f"messages[{place}]", message)
+        for number, message in enumerate(messages, start=1):
+            _check_message(f"message {number}", message)
         return messages, None
     prompt = _checked(values, "prompt")
     if prompt is None:
@@ -235,12 +233,12 @@ def _asked(values: Mapping[str, Any]) -> tuple[list[dict[str, Any]] | None, str 
 def _check_message(where: str, message: Any) -> None:
     """Types only: which roles there are and what a template makes of them is the codec's matter."""
     if not isinstance(message, dict):
-        raise BadLine(INVALID_REQUEST, f"{where}: want an object, got {_got(message)}")
+        raise BadLine(INVALID_REQUEST, f"messages: {where}: want an object, got {_got(message)}")
     for key, wanted, kinds in (("role", "a string", str), ("content", "a string or an array of parts", (str, list))):
         value = message.get(key)
         if not isinstance(value, kinds):
             got = _got(value) if key in message else "nothing"
-            raise BadLine(INVALID_REQUEST, f"{where}.{key}: want {wanted}, got {got}")
+            raise BadLine(INVALID_REQUEST, f"messages: {key} of {where}: want {wanted}, got {got}")
 
 
 def _options(values: Mapping[str, Any]) -> GenerationOptions:

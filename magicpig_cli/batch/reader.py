@@ -25,6 +25,11 @@ class RawLine:
     offset: int
     data: bytes  # without byte order mark, line end and spaces before it
 
+    @property
+    def fingerprint(self) -> int:
+        """63 bits and a sign that change with the data."""
+        return int.from_bytes(hashlib.blake2b(self.data, digest_size=8).digest(), "big", signed=True)
+
 
 class JsonlSource:
     """An open input. `directory` is where relative document paths start; `path` is None for stdin and pipes.
@@ -43,9 +48,11 @@ class JsonlSource:
             raise UsageError(f"{name} is UTF-16, not UTF-8", hint=f"iconv -f UTF-16 -t UTF-8 {path or ''}".rstrip())
 
     @classmethod
-    def open(cls, name: str, stdin: BinaryIO) -> JsonlSource:
-        """Open a path, or `-` for stdin. Raises UsageError."""
+    def open(cls, name: str, stdin: BinaryIO | None) -> JsonlSource:
+        """Open a path, or `-` for stdin (None: this process has none). Raises UsageError."""
         if name == "-":
+            if stdin is None:
+                raise UsageError("stdin is closed", hint="magicpig batch INPUT.jsonl")
             return cls(_spooled(stdin), None, Path.cwd())
         path = Path(name).expanduser()
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from magicpig_cli.batch.check import Checked, Entry
@@ -109,8 +110,9 @@ class BatchRunner:
                 yield request
 
     def _request(self, engine: Engine, entry: Entry) -> Request:
-        line = parse_line(self._source.line_at(entry.number, entry.offset))
-        if isinstance(line, LineError) or self._checked.numbers.get(line.custom_id) != entry.number:
+        raw = self._source.line_at(entry.number, entry.offset)
+        line = parse_line(raw)
+        if isinstance(line, LineError) or raw.fingerprint != entry.fingerprint:
             raise BadLine(INPUT_CHANGED, "the line is not what it was when it was checked: the input has changed")
         request = engine.request(str(entry.place), self._maker.prompt_ids(line), self._maker.options(line))
         self._ids[request.key] = line.custom_id
@@ -134,8 +136,13 @@ class BatchRunner:
 
     def _fail(self, entry: Entry, code: str, message: str) -> None:
         """A line that was good when it was checked and is not any more. Its id is the one that it had then."""
-        custom_id = next(id_ for id_, number in self._checked.numbers.items() if number == entry.number)
-        self._settle(entry.place, _Outcome(error_record(LineError(entry.number, custom_id, code, message)), None))
+        problem = LineError(entry.number, self._checked_ids[entry.number], code, message)
+        self._settle(entry.place, _Outcome(error_record(problem), None))
+
+    @cached_property
+    def _checked_ids(self) -> dict[int, str]:
+        """Line number → id. Made only for an input that has changed since its check."""
+        return {number: custom_id for custom_id, number in self._checked.numbers.items()}
 
     def _settle(self, place: int, outcome: _Outcome) -> None:
         """Write an outcome, now or when all lines before it have theirs."""

@@ -84,7 +84,8 @@ def batch(
     )  # fmt: skip
     from magicpig_cli.batch.reader import JsonlSource
 
-    with _Signals() as signals, contextlib.closing(JsonlSource.open(source, sys.stdin.buffer)) as opened:
+    stdin = sys.stdin.buffer if sys.stdin is not None else None  # None in some daemons
+    with _Signals() as signals, contextlib.closing(JsonlSource.open(source, stdin)) as opened:
         if dry_run:
             _dry_run(_prepare(settings, options, opened), options)
             return
@@ -164,7 +165,7 @@ def _paths(options: _Options, source: JsonlSource) -> OutputPaths | None:
         answers = Path(options.output).expanduser()
     else:
         assert source.path is not None
-        answers = source.path.with_name(source.path.name.removesuffix(".jsonl") + ".out.jsonl")
+        answers = source.path.with_name(source.path.stem + ".out.jsonl")
     if answers.is_dir():
         raise UsageError(f"{answers} is a directory", hint=f"-o {answers / 'answers.jsonl'}")
     if not answers.parent.is_dir():

@@ -1,0 +1,73 @@
+"""Inputs of a few lines, makers over a tokenizer of one token per byte, and a tiny model in a directory."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig, LlamaConfig
+
+from magicpig_cli.batch.check import Checked, check
+from magicpig_cli.batch.reader import JsonlSource
+from magicpig_cli.batch.request import RequestMaker
+from magicpig_cli.config import GenerationOptions
+from magicpig_cli.engine.conversation import ChatCodec
+from tests.text.vocabularies import CHATML, byte_level
+from tests.tiny import tiny_model
+
+
+def as_bytes(*lines: Any) -> bytes:
+    """JSON values, or bytes as they are, one per line."""
+    return b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Callable[..., JsonlSource]:
+    """`source(line, …)`: an open input in a file."""
+
+    def write(*lines: Any) -> JsonlSource:
+        path = tmp_path / "in.jsonl"
+        path.write_bytes(as_bytes(*lines))
+        return JsonlSource.open(str(path), io.BytesIO())
+
+    return write
+
+
+@pytest.fixture
+def maker(tmp_path: Path) -> Callable[..., RequestMaker]:
+    """`maker(template=…, context=…, …)`: without the special tokens of a template a token is a byte."""
+
+    def make(template: str | None = CHATML, **changes: Any) -> RequestMaker:
+        tokenizer = byte_level(adds_bos=changes.pop("adds_bos", False))
+        tokenizer.chat_template = template
+        values = {
+            "codec": ChatCodec(tokenizer, LlamaConfig(eos_token_id=None), GenerationConfig()),
+            "generation_config": None, "context": 1000, "defaults": GenerationOptions(), "system": None, "raw": False,
+            "directory": tmp_path, "allow_outside_files": False,
+        }  # fmt: skip
+        return RequestMaker(**{**values, **changes})
+
+    return make
+
+
+@pytest.fixture
+def checked(maker) -> Callable[..., Checked]:
+    """`checked(source, maker)`: its check, with a maker of raw prompts by default."""
+    return lambda opened, chosen=None: check(opened, chosen or maker(raw=True), lambda lines, done: None)
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory) -> Path:
+    """A random model with tokenizer, template and its own answer length, as a user would have it on disk."""
+    directory = tmp_path_factory.mktemp("tiny-model")
+    model = tiny_model("llama", vocab_size=320, eos_token_id=None, bos_token_id=None, pad_token_id=None)
+    model.generation_config = GenerationConfig(max_new_tokens=6, do_sample=False)
+    model.save_pretrained(directory)
+    tokenizer = byte_level(adds_bos=False)
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(directory)
+    return directory

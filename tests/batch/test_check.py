@@ -1,0 +1,101 @@
+"""One reading of all lines: counts, ids, lengths, how many fit together, and progress."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from magicpig_cli.batch.check import Checked, Entry, check
+from magicpig_cli.config import Settings
+from magicpig_cli.errors import MemoryBudgetError, UsageError
+from magicpig_cli.hardware import Hardware
+from magicpig_cli.model.shape import shape_from_config
+from magicpig_cli.planner import Plan, plan
+from tests.tiny import tiny_config
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def planned() -> Plan:
+    """A plan of the tiny model; tests set its budget."""
+    machine = Hardware(
+        cpu_model="test", isa="portable", tiers=("portable",), cores_physical=2, cores_usable=2, threads=2,
+        numa_nodes=1, memory_total=8 * GIB, memory_free=8 * GIB, memory_limit=None, process_bytes=0,
+    )  # fmt: skip
+    return plan(machine, shape_from_config(tiny_config("llama")), Settings())
+
+
+def lengths(*sequences: int) -> Checked:
+    """A check of lines with these prompt lengths, each with room for ten more tokens."""
+    checked = Checked(total=len(sequences))
+    for place, tokens in enumerate(sequences):
+        checked.add(Entry(place, place + 1, 0, -1, tokens, tokens + 10))
+    return checked
+
+
+def test_good_and_bad_lines_and_what_is_told_of_them(source, checked):
+    opened = source(
+        {"prompt": "abc", "max_tokens": 4, "model": "other", "extra": 1}, b"", {"prompt": 1}, {"prompt": "defgh"}, b"{"
+    )
+    result = checked(opened)
+    assert (result.total, result.good) == (4, 2)
+    assert [(place, error.number) for place, error in result.errors.items()] == [(1, 3), (3, 5)]
+    first, second = result.entries()
+    assert (first.place, first.number, first.prompt_tokens, first.sequence_tokens) == (0, 1, 3, 7)
+    assert (second.place, second.number, second.prompt_tokens, second.sequence_tokens) == (2, 4, 5, 517)
+    assert opened.line_at(second.number, second.offset).fingerprint == second.fingerprint
+    assert (result.prompt_tokens, result.sequence_tokens) == (8, 524)
+    assert (result.models, result.ignored) == ({"other"}, {"extra"})
+    assert result.numbers == {"line-1": 1, "line-3": 3, "line-4": 4, "line-5": 5}
+
+
+@pytest.mark.parametrize(
+    ("lines", "numbers"),
+    [
+        (({"id": "a", "prompt": "x"}, {"id": "b", "prompt": "x"}, {"custom_id": "a", "prompt": "x"}), (1, 3)),
+        (({"id": "line-2", "prompt": "x"}, {"prompt": "x"}), (1, 2)),
+        (({"id": "a", "prompt": "x"}, b"", {"id": "a", "prompt": 1}), (1, 3)),
+    ],
+)
+def test_ids_are_unique_over_good_and_bad_lines(source, checked, lines, numbers):
+    with pytest.raises(UsageError) as caught:
+        checked(source(*lines))
+    assert f"lines {numbers[0]} and {numbers[1]} " in caught.value.message
+
+
+def test_no_lines_at_all(source, checked):
+    with pytest.raises(UsageError, match="no lines"):
+        checked(source(b"", b"  "))
+
+
+def test_progress_reaches_the_end(source, maker):
+    seen = []
+    opened = source({"prompt": "a"}, {"prompt": 1}, {"prompt": "b"})
+    check(opened, maker(raw=True), lambda lines, done: seen.append((lines, done)))
+    assert [lines for lines, _ in seen] == [1, 2, 3]
+    assert seen[-1][1] == opened.size_bytes - 1  # without the last line end
+
+
+def test_histogram_in_powers_of_two():
+    assert lengths(1, 64, 65, 129, 1000, 1024).histogram() == [(64, 2), (128, 1), (256, 1), (512, 0), (1024, 2)]
+    assert lengths(1025).histogram() == [(2048, 1)]
+    assert lengths().histogram() == []
+
+
+def test_batch_size_is_what_fits_even_if_the_longest_meet(planned):
+    checked = lengths(1500, 400, 1500, 400, 700)
+    need = [planned.sequence_bytes(tokens + 10) for tokens in (1500, 1500, 700, 400, 400)]
+    for count in range(1, 5):
+        budget = sum(need[: count + 1]) - 1
+        tight = replace(planned, budget_bytes=budget)
+        assert checked.batch_size(tight, None) == count
+        assert checked.batch_size(tight, count) == count
+        with pytest.raises(MemoryBudgetError) as caught:
+            checked.batch_size(tight, count + 1)
+        assert f"--batch-size {count} " in str(caught.value.hint)
+    assert checked.batch_size(planned, None) == 5
+    assert lengths(*[100] * 50).batch_size(planned, None) == planned.max_batch
+    assert lengths(*[100] * 50).batch_size(planned, 50) == 50
+    assert lengths().batch_size(planned, None) == 1

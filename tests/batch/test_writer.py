@@ -1,0 +1,212 @@
+"""Records on disk: one write each, whole lines whatever happens, synced in time; manifest; lock."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from magicpig_cli.batch import writer
+from magicpig_cli.batch.lock import locked
+from magicpig_cli.batch.writer import Output, OutputPaths, RecordFile, write_manifest
+from magicpig_cli.errors import MagicpigError, UsageError
+
+
+class Raw(io.FileIO):
+    """A file that counts writes and, after `room` bytes, is on a full disk."""
+
+    room: int | None = None
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "wb")
+        self.writes: list[bytes] = []
+
+    def write(self, data) -> int:
+        self.writes.append(bytes(data))
+        if self.room is None:
+            return super().write(data)
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = super().write(bytes(data)[: self.room])
+        self.room -= written
+        return written
+
+
+def test_companions_of_an_output():
+    paths = OutputPaths.beside(Path("d/o.jsonl"))
+    assert [str(p) for p in (paths.errors, paths.manifest, paths.lock)] == [
+        "d/o.errors.jsonl", "d/o.meta.json", "d/o.lock",
+    ]  # fmt: skip
+    assert OutputPaths.beside(Path("v1.2")).errors == Path("v1.2.errors.jsonl")
+
+
+def test_a_record_is_one_write_of_one_line(tmp_path):
+    raw = Raw(tmp_path / "o.jsonl")
+    file = RecordFile(raw, "o.jsonl", on_disk=True)
+    records = [{"text": "né \N{PIG FACE} \u2028\n"}, {"text": "x" * 100_000}, {"path": "\udcff"}]
+    for record in records:
+        file.write(record)
+    assert len(raw.writes) == 3
+    lines = (tmp_path / "o.jsonl").read_bytes().split(b"\n")
+    assert [json.loads(line) for line in lines[:-1]] == [*records[:2], {"path": "?"}]
+    assert lines[-1] == b""
+
+
+@pytest.mark.parametrize("room", [0, 1, 5, 20])
+def test_a_full_disk_leaves_whole_lines(tmp_path, room):
+    raw = Raw(tmp_path / "o.jsonl")
+    file = RecordFile(raw, "o.jsonl", on_disk=True)
+    file.write({"n": 1})
+    raw.room = room
+    for _ in range(2):
+        with pytest.raises(MagicpigError, match=r"o\.jsonl: No space left"):
+            file.write({"text": "x" * 50})
+    raw.room = None
+    file.write({"n": 2})
+    assert [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()] == [{"n": 1}, {"n": 2}]
+
+
+def test_a_reader_that_is_gone_passes_through(tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb", buffering=0) as pipe, pytest.raises(BrokenPipeError):
+        RecordFile(pipe, "stdout", on_disk=False).write({})
+
+
+def test_synced_within_five_seconds_of_a_write_and_at_the_end(tmp_path, monkeypatch):
+    now = [100.0]
+    synced = []
+    monkeypatch.setattr(writer.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(writer.os, "fsync", lambda descriptor: synced.append(now[0]))
+    with Output.to_files(OutputPaths.beside(tmp_path / "o.jsonl"), overwrite=False) as output:
+        now[0] = 200.0
+        output.tick()
+        assert synced == []  # nothing was written
+        output.answer({})
+        for now[0] in (201.0, 204.9, 205.0, 206.0):
+            output.tick()
+        assert synced == [205.0]
+        now[0] = 210.0
+        output.answer({})
+        output.error({})
+        now[0] = 214.0
+        output.answer({})  # does not make the older ones wait longer
+        now[0] = 215.0
+        output.tick()
+        assert synced == [205.0, 215.0, 215.0]
+        output.answer({})
+    assert synced == [205.0, 215.0, 215.0, 215.0]
+
+
+def test_failures_have_a_file_of_their_own_if_there_are_any(tmp_path):
+    paths = OutputPaths.beside(tmp_path / "o.jsonl")
+    with Output.to_files(paths, overwrite=False) as output:
+        output.answer({"n": 1})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["o.jsonl"]
+    with Output.to_files(paths, overwrite=True) as output:
+        output.error({"n": 2})
+        output.error({"n": 3})
+    assert paths.answers.read_bytes() == b""
+    assert paths.errors.read_text() == '{"n": 2}\n{"n": 3}\n'
+    with Output.to_files(paths, overwrite=True):
+        pass
+    assert not paths.errors.exists()
+
+
+def test_a_stream_takes_both_and_stays_open():
+    stream = io.BytesIO()
+    with Output.to_stream(stream) as output:
+        output.error({"n": 1})
+        output.answer({"n": 2})
+        output.tick()
+    assert stream.getvalue() == b'{"n": 1}\n{"n": 2}\n'
+
+
+def test_what_is_there_is_not_written_over(tmp_path):
+    paths = OutputPaths.beside(tmp_path / "o.jsonl")
+    for path in (paths.answers, paths.errors):
+        path.write_text("precious")
+        with pytest.raises(UsageError, match="exists") as caught:
+            paths.refuse_existing()
+        assert "--overwrite" in str(caught.value.hint)
+        path.unlink()
+    paths.refuse_existing()
+    paths.answers.write_text("precious")  # appeared in the meantime
+    with pytest.raises(UsageError, match="exists"):
+        Output.to_files(paths, overwrite=False)
+    assert paths.answers.read_text() == "precious"
+
+
+def test_an_input_is_never_an_output(tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text("{}")
+    OutputPaths.beside(tmp_path / "o.jsonl").refuse_input(source)
+    (tmp_path / "o.errors.jsonl").symlink_to(source)
+    os.link(source, tmp_path / "p.meta.json")
+    for name in ("in.jsonl", "o.jsonl", "p.jsonl", "./x/../in.jsonl"):
+        with pytest.raises(UsageError, match="is the input"):
+            OutputPaths.beside(tmp_path / name).refuse_input(source)
+
+
+def test_manifest_is_replaced_in_one_step(tmp_path, monkeypatch):
+    path = tmp_path / "o.meta.json"
+    write_manifest(path, {"state": "running"})
+    monkeypatch.setattr(writer.os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.EIO, "bad disk")))
+    with pytest.raises(MagicpigError, match="bad disk"):
+        write_manifest(path, {"state": "finished"})
+    assert json.loads(path.read_text()) == {"state": "running"}
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from magicpig_cli.batch.lock import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the lock of `o` until it is told to end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "o.lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_two_writers_are_kept_apart(tmp_path, holder):
+    path = tmp_path / "o.lock"
+    with pytest.raises(MagicpigError, match=f"process {holder.pid} "), locked(path):
+        pass
+    holder.communicate()
+    assert not path.exists()
+    with locked(path):
+        assert path.read_text() == f"{os.getpid()}\n"
+    assert not path.exists()
+
+
+def test_the_lock_of_a_killed_writer_is_free(tmp_path, holder):
+    holder.kill()
+    holder.wait()
+    path = tmp_path / "o.lock"
+    assert path.exists()
+    with locked(path):
+        assert path.read_text() == f"{os.getpid()}\n"
+
+
+def test_no_place_for_a_lock(tmp_path):
+    with pytest.raises(MagicpigError, match="cannot write"), locked(tmp_path / "none" / "o.lock"):
+        pass
