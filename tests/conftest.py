@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from magicpig_cli.model.loader import Loaded
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests of fetching bring their own Hub
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the command sets it, before torch is loaded
 
 
 @pytest.fixture(scope="session")

@@ -66,8 +66,9 @@ def stream_answer(engine: Engine, request: Request, *, show_text: bool, quiet: b
 
 
 def _write(text: str) -> None:
+    """Text of the model: as it is into files and pipes, but it must not drive a terminal."""
     if text:
-        sys.stdout.write(text)
+        sys.stdout.write(console.printable(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
 
