@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -103,5 +102,5 @@ def _first_bytes(file: BinaryIO, count: int) -> bytes:
 
 def _spooled(stream: BinaryIO) -> BinaryIO:
     spool = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the source
-    shutil.copyfileobj(stream, spool)
+    spool.writelines(stream)  # by lines: on a terminal one Ctrl-D is the end, where larger reads want two
     return spool

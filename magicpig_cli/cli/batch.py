@@ -262,7 +262,7 @@ def _dry_run(prepared: _Prepared, options: _Options) -> None:
 
 def _print_page(prepared: _Prepared) -> None:
     checked = prepared.checked
-    print(f"{checked.total:,} lines: {checked.good:,} good, {len(checked.errors):,} bad")
+    print(f"{_lines(checked.total)}: {checked.good:,} good, {len(checked.errors):,} bad")
     answers = checked.sequence_tokens - checked.prompt_tokens
     print(f"{checked.prompt_tokens:,} prompt tokens, at most {answers:,} answer tokens")
     histogram = checked.histogram()
@@ -335,7 +335,9 @@ class _Run:
             stop=lambda: self.signals.asked,
         )  # fmt: skip
         self._manifest(prepared, engine, runner.progress, "running")
-        track = console.Track("answering", unit="lines", quiet=self.options.quiet)
+        # A bar would run through the records on a terminal that shows both.
+        quiet = self.options.quiet or (self.paths is None and sys.stdout.isatty())
+        track = console.Track("answering", unit="lines", quiet=quiet)
         try:
             with self.signals.gently(), track:
                 for progress in runner.run(engine, prepared.batch_size):
@@ -370,7 +372,7 @@ class _Run:
     def _summary_line(self, progress: Progress, summary: dict[str, Any]) -> str:
         """`12 lines: 11 answered, 1 failed · 1,043 + 480 tokens · 35 s · 24.1 tok/s · answers in o.jsonl`."""
         parts = [
-            f"{progress.total:,} lines: {progress.ok:,} answered, {progress.failed:,} failed",
+            f"{_lines(progress.total)}: {progress.ok:,} answered, {progress.failed:,} failed",
             f"{progress.prompt_tokens:,} + {progress.completion_tokens:,} tokens",
             format_seconds(summary["wall_s"]),
         ]
@@ -385,6 +387,10 @@ class _Run:
     def _tell_interrupted(self, progress: Progress) -> int:
         console.say("interrupted: " + _how_far(progress, self.paths))
         return INTERRUPTED
+
+
+def _lines(count: int) -> str:
+    return f"{count:,} line" if count == 1 else f"{count:,} lines"
 
 
 def _how_far(progress: Progress, paths: OutputPaths | None) -> str:

@@ -73,6 +73,25 @@ def test_a_file_knows_its_directory_and_a_pipe_is_spooled(tmp_path):
         assert [line.data for line in piped.lines()] == [b"a", b"b"]
 
 
+def test_one_end_of_file_on_a_terminal_is_enough():
+    class Typed(io.RawIOBase):
+        """Each read is a line; the empty one is Ctrl-D, after which a terminal would wait for more."""
+
+        def __init__(self) -> None:
+            self.typed = [b"a\n", b"b\n", b""]
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer) -> int:
+            line = self.typed.pop(0)
+            buffer[: len(line)] = line
+            return len(line)
+
+    source = JsonlSource.open("-", io.BufferedReader(Typed()))
+    assert [line.data for line in source.lines()] == [b"a", b"b"]
+
+
 def test_what_cannot_be_opened_is_a_usage_error(tmp_path):
     with pytest.raises(UsageError, match="no file"):
         JsonlSource.open(str(tmp_path / "none"), io.BytesIO())
