@@ -105,7 +105,6 @@ def test_interrupt_while_reading_gives_the_text_back(chat):
     child.send(f"\x1b[200~{text}\x1b[201~\r")
     child.expect("/ 6,400 tok")
     child.sendintr()
-    child.expect(PROMPT)
     child.expect("a long question")  # it stands in the next prompt, to be edited
 
 
