@@ -147,15 +147,20 @@ class Scheduler:
         return TokenEvent(answer.request.key, token, text)
 
     def _step(self) -> Iterator[Event]:
-        """One decode step of all running answers."""
-        answers = self._running
+        """One decode step of all running answers. One whose logits cannot be used fails alone."""
+        answers = list(self._running)
         step = self._engine.runner.decode([a.sequence for a in answers], [a.tokens[-1] for a in answers])
         yield step.stats
         for row, answer in enumerate(answers):
             answer.tpot_ms.append(step.stats.wall_ms)
             answer.sampled += step.sampled[row]
             answer.offloaded += step.offloaded[row]
-            yield self._take(answer, step.logits[row])
+            try:
+                yield self._take(answer, step.logits[row])
+            except MagicpigError as error:
+                self._running.remove(answer)
+                yield Failed(answer.request.key, type(error).__name__, error.message)
+                continue
             if answer.finish is None and self._engine.take_cancelled(answer.request.key):
                 answer.finish = "interrupted"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from magicpig_cli.config import GenerationOptions
@@ -96,6 +98,25 @@ def test_a_request_that_cannot_run_fails_alone(tiny_engine):
     assert [(event.key, event.code) for event in failed] == [("bad", "ContextError")]
     assert "500" in failed[0].message
     assert [event.key for event in events if isinstance(event, Finished)] == ["good"]
+
+
+def test_unusable_logits_fail_their_own_request_only(tiny_engine, monkeypatch):
+    engine = tiny_engine()
+    decode = engine.runner.decode
+
+    def poisoned(sequences, tokens, *rest, **options):
+        step = decode(sequences, tokens, *rest, **options)
+        step = replace(step, logits=step.logits.clone())
+        for row, sequence in enumerate(sequences):
+            if sequence.ids[0] == 77 and sequence.length > 8:
+                step.logits[row] = float("nan")
+        return step
+
+    monkeypatch.setattr(engine.runner, "decode", poisoned)
+    events = list(engine.generate([ask(engine, "good", prompt(20)), ask(engine, "bad", [77, 5, 6])], 2))
+    assert [event.key for event in events if isinstance(event, Failed)] == ["bad"]
+    (good,) = (event for event in events if isinstance(event, Finished))
+    assert len(good.token_ids) == 12
 
 
 def test_second_turn_reads_only_what_is_new(tiny_engine):
