@@ -28,10 +28,10 @@ class Attention:
         """K and V side by side, rounded to the row type: [B, Hkv, T, D] twice → [B, Hkv, T, 2, D]."""
         return torch.stack([key, value], dim=3).to(self._row_dtype)
 
-    def index(self, layer: int, cache: LayerCache) -> None:
-        """Bring the layer's index up to its store, taking a new mean where the store has outgrown the old one."""
+    def index(self, layer: int, cache: LayerCache, *, new_mean: bool) -> None:
+        """Bring the layer's index up to its store. new_mean: build again where the store has outgrown the old mean."""
         assert self._sampler is not None
-        if cache.index is None or cache.index.outgrown:
+        if cache.index is None or (new_mean and cache.index.outgrown):
             hasher = self._sampler.hasher(layer, cache.spec.head_dim)
             cache.index = LshIndex(hasher, cache.store, self._threads)
         else:
@@ -75,7 +75,7 @@ class Attention:
         assert self._sampler is not None
         chosen = [caches[b] for b in picked]
         for cache in chosen:
-            self.index(layer, cache)
+            self.index(layer, cache, new_mean=False)  # fixed while tokens are appended
         everyone = len(picked) == len(caches)
         q = queries if everyone else queries[picked].contiguous()
         middle, counts = self._sampler.attend(layer, q, chosen, rule, record)

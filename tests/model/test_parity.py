@@ -5,6 +5,8 @@ float32 rows and exact attention are the parity mode of the determinism contract
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -18,13 +20,13 @@ from tests.tiny import FAMILIES, tiny_model
 NEW_TOKENS = 12
 
 
-def make_runner(model, mode: str = "exact", chunk: int = 16, **attention) -> ModelRunner:
-    from dataclasses import replace
-
+def make_runner(model, mode: str = "exact", chunk: int = 16, auto_from: int = 4096, **attention) -> ModelRunner:
     options = AttentionOptions(mode=mode, kv_dtype="float32", **attention)
     shape = shape_from_config(model.config)
     chosen = plan(hardware.probe(), shape, Settings(attention=options, threads=1))
-    return ModelRunner(model, shape, replace(chosen, chunk=chunk), torch.device("cpu"), hash_seed=0)
+    return ModelRunner(
+        model, shape, replace(chosen, chunk=chunk, auto_lsh_from=auto_from), torch.device("cpu"), hash_seed=0
+    )
 
 
 def prompts(vocab: int, lengths: tuple[int, ...]) -> list[list[int]]:
@@ -160,3 +162,36 @@ def test_windowed_layers_have_no_index():
     assert any(windows)
     for number, (window, layer) in enumerate(zip(windows, sequence.layers, strict=True)):
         assert (layer.index is None) == (window is not None or number == 0)
+
+
+def test_auto_starts_sampling_in_the_middle_of_an_answer():
+    """Every key is hit (K = 1, L = 300), so the tokens equal exact attention's before and after the switch."""
+    model = tiny_model("llama")
+    (prompt,) = prompts(model.config.vocab_size, (394,))
+    runner = make_runner(model, mode="auto", auto_from=400, K=1, L=300)
+    sequence = runner.new_sequence()
+    *_, (_, logits) = runner.prefill(sequence, prompt)
+    assert sequence.index_bytes == 0
+    tokens, ratios = [int(logits.argmax())], []
+    for _ in range(NEW_TOKENS - 1):
+        step = runner.decode([sequence], [tokens[-1]])
+        tokens.append(int(step.logits.argmax()))
+        ratios.append(step.stats.sampled_ratio)
+    assert tokens == expected(model, prompt)
+    assert ratios == [None] * 6 + [1.0] * 5
+
+
+def test_mean_is_taken_again_after_a_longer_prompt_and_not_while_generating():
+    model = tiny_model("llama")
+    runner = make_runner(model, mode="lsh", K=4, L=10)
+    more, text = prompts(model.config.vocab_size, (300, 400))
+    sequence = runner.new_sequence()
+    list(runner.prefill(sequence, text))
+    first = sequence.layers[1].index
+    for token in more[:200]:
+        runner.decode([sequence], [token])
+    assert sequence.layers[1].index is first
+    assert first.outgrown
+    list(runner.prefill(sequence, more[200:]))
+    assert sequence.layers[1].index is not first
+    assert sequence.layers[1].index.length == sequence.layers[1].store.length
