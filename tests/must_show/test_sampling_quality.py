@@ -108,6 +108,7 @@ def complete(engine: Engine, sequence: Sequence, last: int, mode: str, count: in
     return engine.codec.decode(tokens[1:])
 
 
+@pytest.mark.slow
 def test_passkeys_at_4k(engine):
     """Where exact attention finds the key, sampling finds it in at least 3 of 5 cases."""
     found = {"exact": 0, "both": 0}
