@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from magicpig_cli.config import ModelOptions
 from magicpig_cli.errors import ModelError
@@ -17,6 +18,9 @@ from magicpig_cli.model import demo
 if TYPE_CHECKING:
     from magicpig_cli.model.loader import Loaded
 
+# How long an example takes depends on who else uses the cores; that is no property of the code.
+settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-machine")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests of fetching bring their own Hub
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the command sets it, before torch is loaded
 
