@@ -95,34 +95,37 @@ def passkey_ids(engine: Engine, key: str, seed: int) -> list[int]:
     told = engine.tokenizer(
         f"\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n", add_special_tokens=False
     )
-    asked = engine.tokenizer("\n\nWhat is the pass key? The pass key is", add_special_tokens=False)
+    asked = engine.tokenizer("\n\nThe pass key is", add_special_tokens=False)
     return text[:place] + told["input_ids"] + text[place:] + asked["input_ids"]
 
 
-def complete(engine: Engine, sequence: Sequence, last: int, mode: str, count: int) -> str:
-    """`count` greedy tokens after feeding `last`."""
-    tokens = [last]
-    for _ in range(count):
+def complete(engine: Engine, sequence: Sequence, first: int, mode: str, count: int) -> str:
+    """The greedy answer that begins with `first`, `count` tokens in all."""
+    tokens = [first]
+    while len(tokens) < count:
         step = engine.runner.decode([sequence], [tokens[-1]], mode)
         tokens.append(int(step.logits[0].argmax()))
-    return engine.codec.decode(tokens[1:])
+    return engine.codec.decode(tokens)
 
 
 @pytest.mark.slow
 def test_passkeys_at_4k(engine):
-    """Where exact attention finds the key, sampling finds it in at least 3 of 5 cases."""
+    """Where exact attention finds the key, sampling finds it in at least 3 of 5 cases.
+
+    As in every answer, the prompt is read exactly and gives the first token; the following digits are sampled.
+    """
     found = {"exact": 0, "both": 0}
     for seed in range(5):
         key = f"{random.Random(seed + 100).randint(10000, 99999)}"
         ids = passkey_ids(engine, key, seed)
         sequence = engine.new_sequence()
-        list(engine.runner.prefill(sequence, ids[:-1]))
+        *_, (_, logits) = engine.runner.prefill(sequence, ids)
         answers = {}
         for mode in ("exact", "lsh"):
-            answers[mode] = complete(engine, sequence, ids[-1], mode, count=10)
-            sequence.truncate(len(ids) - 1)
+            answers[mode] = complete(engine, sequence, int(logits.argmax()), mode, count=10)
+            sequence.truncate(len(ids))
         print(key, answers)
         found["exact"] += key in answers["exact"]
         found["both"] += key in answers["exact"] and key in answers["lsh"]
     assert found["exact"] >= 3, "the task is too hard for this model to tell anything"
-    assert found["both"] >= min(3, found["exact"])
+    assert found["both"] >= 3
