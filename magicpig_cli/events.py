@@ -56,7 +56,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Times of one answer. `tpot_ms` holds one entry per decode step."""
+    """Times of one answer. `tpot_ms`: the model's share of each decode step, without token sampling and rendering."""
 
     prefill_s: float
     ttft_s: float
@@ -91,6 +91,7 @@ class Failed:
     key: str
     code: str
     message: str
+    hint: str | None = None
 
 
 Event = PrefillProgress | StepStats | TokenEvent | Finished | Failed

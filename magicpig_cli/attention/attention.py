@@ -92,5 +92,6 @@ class Attention:
                 merged_all = Partial(out, lse)
         if record.errors is not None:
             truth = attend_step(q, chosen, [True] * len(chosen), rule, self._threads, self._staging)
-            record.errors.append((merged.out - truth.out).norm(dim=-1) / truth.out.norm(dim=-1))
+            size = truth.out.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+            record.errors.append((merged.out - truth.out).norm(dim=-1) / size)
         return merged if everyone else merged_all

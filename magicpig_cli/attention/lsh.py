@@ -96,7 +96,9 @@ class LshSampler:
         """
         with record.stage("hash"):
             codes = self.hasher(layer, q.shape[-1]).query_codes(q)
-        rows = [cache.index.sampled_rows() for cache in caches if cache.index is not None]
+        indexes = [cache.index for cache in caches]
+        assert None not in indexes, "sampling needs an index"
+        rows = [index.sampled_rows() for index in indexes if index is not None]
         queries = as_array(self._staging.to_host(q))
         done = kernels.lsh_attend(
             queries, codes, rows, self._weights, scale=rule.scale, softcap=rule.softcap, threads=self._threads

@@ -75,12 +75,10 @@ def _prefill(engine: Engine, sequence: Sequence, ids: list[int], kind: str) -> I
     """Prefill all of ids; for the other kinds than `real` only until the time limit or the model's own context."""
     most = len(ids) if kind == "real" else min(len(ids), engine.shape.context)
     begin = time.perf_counter()
-    while sequence.length < most:
-        part = ids[sequence.length : min(sequence.length + engine.plan.chunk, most)]
-        for _ in engine.runner.prefill(sequence, part):
-            yield BenchProgress("prefilling", sequence.length, len(ids))
+    for done, _ in engine.runner.prefill(sequence, ids[:most]):
+        yield BenchProgress("prefilling", done, len(ids))
         spent = time.perf_counter() - begin
-        predicted = spent / sequence.length * len(ids)  # too low, as attention grows; the limit still holds
+        predicted = spent / done * len(ids)  # too low, as attention grows; the limit still holds
         if (kind == "tiled" and spent > FILL_LIMIT_S) or (kind == "auto" and max(spent, predicted) > FILL_LIMIT_S):
             return
 
@@ -89,12 +87,12 @@ def _repeat(sequence: Sequence, length: int, shift: RotaryShift) -> Iterator[Ben
     """Extend every layer to `length` rows by repeating the rows it has, rotated to where they will stand."""
     base = sequence.length
     for number, layer in enumerate(sequence.layers):
-        source = torch.cat([piece.cpu() for _, piece in layer.pieces(at_most=_TILE_ROWS)], dim=1)
+        source = layer.copy_rows()
         while layer.length < length:
             turn, offset = divmod(layer.length, base)
             rows = source[:, offset : min(base, offset + _TILE_ROWS, offset + length - layer.length)]
             keys = shift.shift(rows[:, :, 0], by=turn * base)
-            layer.extend(torch.stack([keys, rows[:, :, 1]], dim=2).to(layer.window.rows.device))
+            layer.extend(torch.stack([keys, rows[:, :, 1]], dim=2))
         yield BenchProgress("repeating rows", number + 1, len(sequence.layers))
     sequence.commit((sequence.ids * -(-length // base))[base:length])
 
@@ -103,8 +101,7 @@ def duplicate(engine: Engine, sequence: Sequence) -> Sequence:
     """A second sequence with the same tokens in memory of its own."""
     copy = engine.new_sequence()
     for source, target in zip(sequence.layers, copy.layers, strict=True):
-        for _, piece in source.pieces(at_most=_TILE_ROWS):
-            target.extend(piece.to(target.window.rows.device))
+        target.extend(source.copy_rows())
     copy.commit(list(sequence.ids))
     engine.runner.build_index(copy)
     return copy

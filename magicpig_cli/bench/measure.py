@@ -53,6 +53,7 @@ def run_bench(engine: Engine, request: BenchRequest) -> Iterator[BenchProgress |
             samples = {mode: _Samples() for mode in request.modes}
             yield from _measure(engine, request, sequences[:batch], samples)
             yield from _rows(engine, context, batch, filled, samples)
+        del first, sequences  # before the next context is filled
 
 
 def _measure(

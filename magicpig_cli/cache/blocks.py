@@ -21,11 +21,6 @@ _NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
 }
 
 
-def row_bytes(head_dim: int, dtype: str) -> int:
-    """Bytes of one key and its value."""
-    return 2 * head_dim * _NUMPY_DTYPE[dtype].itemsize
-
-
 def _aligned_bytes(size: int) -> np.ndarray:
     """`size` zero bytes starting at a multiple of 2 MiB, committed when first touched."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

@@ -106,6 +106,7 @@ class LshIndex:
 
     def truncate(self, length: int) -> None:
         """Forget the rows from `length` on."""
+        self.built = min(self.built, length)  # so that other text after a cut gets a mean of its own
         self._tail_rows = max(0, min(self._tail_rows, length - self._sealed))
         while self.segments and self.segments[-1].start >= length:
             self.segments.pop()

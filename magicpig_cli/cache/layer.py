@@ -10,6 +10,7 @@ import torch
 from magicpig_cli import kernels
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.index import LshIndex
+from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import RowStore
 from magicpig_cli.cache.window import Window, WindowShape
 
@@ -28,10 +29,11 @@ class LayerSpec:
 class LayerCache:
     """All rows of one layer and sequence. `length` counts tokens; every change is exact at any length."""
 
-    def __init__(self, spec: LayerSpec, shape: WindowShape, pool: BlockPool, device: torch.device) -> None:
+    def __init__(self, spec: LayerSpec, shape: WindowShape, pool: BlockPool, staging: Staging) -> None:
         self.spec = spec
         self.shape = shape
-        self.window = Window(shape, spec.kv_heads, spec.head_dim, pool.dtype, device)
+        self._staging = staging
+        self.window = Window(shape, spec.kv_heads, spec.head_dim, pool.dtype, staging.device)
         self.store = RowStore(pool)
         self.index: LshIndex | None = None
         self.length = 0
@@ -46,7 +48,8 @@ class LayerCache:
             self._split(recent, moved)
 
     def extend(self, rows: torch.Tensor) -> None:
-        """Prefill: rows [Hkv, T, 2, D] of the row type, any T."""
+        """Prefill: rows [Hkv, T, 2, D] of the row type, any T, on the device or the host."""
+        rows = self._staging.to_device(rows)
         held = self.window.valid
         before = self.window.used
         self.length += rows.shape[1]
@@ -58,7 +61,7 @@ class LayerCache:
 
     def _split(self, recent: torch.Tensor, moved: int) -> None:
         """Of the rows after the sink, hand the oldest `moved` to the store and keep the others."""
-        self.store.append(recent[:, :moved])
+        self.store.append(self._staging.to_host(recent[:, :moved]))
         keep = recent[:, moved:].clone()
         sink = min(self.shape.sink, self.length)
         self.window.rows[:, sink : sink + keep.shape[1]] = keep
@@ -73,7 +76,7 @@ class LayerCache:
         if length > sink:
             from_store = self.store.read(new_boundary - sink, min(length, old_boundary) - sink)
             from_window = self.window.rows[:, sink : sink + max(0, length - old_boundary)]
-            recent = torch.cat([from_store.to(from_window.device), from_window], dim=1)
+            recent = torch.cat([self._staging.to_device(from_store), from_window], dim=1)
             self.window.rows[:, sink : sink + recent.shape[1]] = recent
         self.window.used = min(length, sink) + max(0, length - new_boundary)
         self.store.truncate(new_boundary - sink)
@@ -110,3 +113,8 @@ class LayerCache:
             position += rows.shape[1]
         if self.window.used > sink:
             yield position, self.window.rows[:, sink : self.window.used]
+
+    def copy_rows(self) -> torch.Tensor:
+        """A copy of everything held, [Hkv, length, 2, D] in host memory, in order of position."""
+        pieces = [self._staging.to_host(piece) for _, piece in self.pieces(at_most=max(1, self.length))]
+        return torch.cat(pieces, dim=1)

@@ -59,7 +59,7 @@ class RowStore:
             taken += step
 
     def truncate(self, length: int) -> None:
-        """Forget the rows from `length` on; blocks no longer needed go back."""
+        """Forget the rows from `length` on; their blocks are let go."""
         self.length = min(self.length, length)
         keep = -(-self.length // self._pool.block_rows)
         del self._blocks[keep:]

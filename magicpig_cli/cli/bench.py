@@ -48,6 +48,8 @@ def bench(
             hint="raise --context or lower --gen-tokens",
         )
     modes, batches = _modes(attention, no_baseline), _batches(batch_size)
+    if output is not None:
+        _want_writable(output)
 
     from magicpig_cli.bench.measure import BenchRequest
     from magicpig_cli.ui.loading import load_engine
@@ -73,6 +75,17 @@ def bench(
 def _want_one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise UsageError(f"{option} {value} is unknown", hint=f"use one of {', '.join(allowed)}")
+
+
+def _want_writable(output: Path) -> None:
+    """Refuse now what would lose the results at the end."""
+    try:
+        with output.open("a", encoding="utf-8"):
+            pass
+    except OSError as problem:
+        raise UsageError(
+            f"cannot write {output}: {problem.strerror}", hint="--output FILE in a folder of yours"
+        ) from None
 
 
 def _contexts(settings: Settings, several: str | None) -> tuple[int, ...]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import stat
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +15,9 @@ import typer
 from magicpig_cli.cli.options import AsJson, Quiet, command_options
 from magicpig_cli.config import Settings
 from magicpig_cli.errors import UsageError
+from magicpig_cli.ui import console
+
+_SILENT_S = 3.0
 
 if TYPE_CHECKING:
     from magicpig_cli.cache.sequence import Sequence
@@ -33,10 +39,12 @@ def chat(
     quiet: Quiet = False,
 ) -> None:
     """Chat with a model about long documents."""
-    text = _single_prompt(prompt, file or [])
+    documents, stdin_taken = _read_documents(prompt, file or [])
+    text = _one_question(prompt, documents, stdin_taken)
     if text is None and as_json:
         raise UsageError("--json prints one answer, but there is no question", hint='magicpig chat --json "…"')
-    documents = _read_documents(file or [])
+    if text is None and not _is_terminal():
+        raise UsageError("a conversation needs a terminal at stdin", hint='magicpig chat "Your question"')
 
     from magicpig_cli.ui.loading import load_engine
 
@@ -51,31 +59,63 @@ def chat(
         raise typer.Exit(130)
 
 
-def _single_prompt(prompt: str | None, files: list[str]) -> str | None:
+def _one_question(prompt: str | None, documents: list[tuple[str, str]], stdin_taken: bool) -> str | None:
     """The one question of this run, from the argument or from stdin; None = hold a conversation."""
-    if prompt is None and "-" not in files and not sys.stdin.isatty():
-        prompt = sys.stdin.read()
+    from magicpig_cli.engine.conversation import document_text
+
+    if prompt is None and not stdin_taken and sys.stdin is not None and not _is_terminal():
+        typed = _stdin_bytes()
+        prompt = document_text("stdin", typed) if typed.strip() else ""
     if prompt is None:
-        return None
-    if not prompt.strip() and not files:
+        # Documents alone, one of them from stdin: there is no terminal left to ask questions on.
+        return "" if stdin_taken else None
+    if not prompt.strip() and not documents:
         raise UsageError("there is nothing to answer: the prompt is empty", hint='magicpig chat "Your question"')
     return prompt
 
 
-def _read_documents(files: list[str]) -> list[tuple[str, str]]:
-    """(name, text) of each -f; stdin at most once."""
-    from magicpig_cli.engine.conversation import read_document
+def _read_documents(prompt: str | None, files: list[str]) -> tuple[list[tuple[str, str]], bool]:
+    """(name, text) of each -f, and of what is piped in beside a question; whether stdin was taken for it."""
+    from magicpig_cli.engine.conversation import document_text, read_document
 
     if files.count("-") > 1:
         raise UsageError("-f - can be given once: stdin is read to its end", hint="give the other documents by path")
-    return [("stdin", sys.stdin.read()) if name == "-" else (Path(name).name, read_document(name)) for name in files]
+    documents = [
+        ("stdin", document_text("stdin", _stdin_bytes())) if name == "-" else (Path(name).name, read_document(name))
+        for name in files
+    ]
+    if prompt is not None and "-" not in files and _is_piped():
+        piped = _stdin_bytes()
+        if piped.strip():
+            documents.append(("stdin", document_text("stdin", piped)))
+    return documents, "-" in files
+
+
+def _is_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def _is_piped() -> bool:
+    """Whether somebody put a pipe or a file at stdin: not a terminal, /dev/null or nothing at all."""
+    if sys.stdin is None:
+        return False
+    kind = os.fstat(sys.stdin.fileno()).st_mode
+    return stat.S_ISFIFO(kind) or stat.S_ISREG(kind)
+
+
+def _stdin_bytes() -> bytes:
+    """All of stdin. Says so if nothing comes for a while: a pipe that nobody closes looks like a hang otherwise."""
+    if sys.stdin is None:
+        raise UsageError("stdin is closed", hint="give the text as an argument or with -f FILE")
+    if not select.select([sys.stdin], [], [], _SILENT_S)[0]:
+        console.say("waiting for stdin to end; </dev/null leaves it out")
+    return sys.stdin.buffer.read()
 
 
 def _one_turn(
     engine: Engine, settings: Settings, documents: list[tuple[str, str]], text: str, *, as_json: bool, quiet: bool
 ) -> Finished:
     from magicpig_cli.engine.conversation import Conversation, document_message
-    from magicpig_cli.ui import console
     from magicpig_cli.ui.answer import show_notices, statistics_line, stream_answer
 
     conversation = Conversation(engine.codec, settings.system)

@@ -254,8 +254,15 @@ def document_message(documents: Sequence[tuple[str, str]], question: str) -> str
 
 
 def read_document(path: str) -> str:
-    """Text of a UTF-8 file, byte order mark removed, lines ended by a line feed. Raises MagicpigError."""
-    data = _read_bytes(path)
+    """`document_text` of a file. Raises MagicpigError."""
+    return document_text(path, _read_bytes(path))
+
+
+def document_text(path: str, data: bytes) -> str:
+    """Text of UTF-8 bytes, byte order mark removed, lines ended by a line feed; `path` is for the errors.
+
+    Raises MagicpigError for bytes that are no text, and for none.
+    """
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -277,6 +284,8 @@ def _read_bytes(path: str) -> bytes:
         raise MagicpigError(f"{path} is a directory", hint=f"name its files one by one: -f {path}/…") from None
     except OSError as error:
         raise MagicpigError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (RuntimeError, ValueError) as error:  # ~ of a user who is not there, a NUL in the name
+        raise MagicpigError(f"{path} cannot be read: {error}", hint="check the path") from error
 
 
 def _not_text(path: str, data: bytes, offset: int) -> MagicpigError:

@@ -48,16 +48,16 @@ class ModelRunner:
         self._window = WindowShape(plan.sink, plan.local, plan.flush)
         self._specs = [LayerSpec(shape.kv_heads, shape.head_dim, window) for window in shape.layer_windows]
         self._pool = BlockPool(shape.kv_heads, shape.head_dim, plan.row_dtype, plan.block_rows)
-        staging = Staging(device)
+        self._staging = Staging(device)
         sampler = None
         if plan.mode != "exact":
-            sampler = LshSampler(plan.K, plan.L, hash_seed, plan.threads, staging)
-        self._attention = Attention(sampler, TORCH_DTYPE[plan.row_dtype], plan.threads, staging)
+            sampler = LshSampler(plan.K, plan.L, hash_seed, plan.threads, self._staging)
+        self._attention = Attention(sampler, TORCH_DTYPE[plan.row_dtype], plan.threads, self._staging)
         self._sequences: weakref.WeakSet[Sequence] = weakref.WeakSet()
 
     def new_sequence(self) -> Sequence:
         """An empty sequence of this model."""
-        layers = [LayerCache(spec, self._window, self._pool, self._device) for spec in self._specs]
+        layers = [LayerCache(spec, self._window, self._pool, self._staging) for spec in self._specs]
         sequence = Sequence(layers)
         self._sequences.add(sequence)
         return sequence
@@ -147,5 +147,5 @@ class ModelRunner:
             [sum(counts[b] for counts in table.values()) for b in range(count)]
             for table in (record.sampled, record.offloaded)
         ]
-        errors = torch.cat([e.flatten() for e in record.errors]) if record.errors else None
+        errors = torch.cat([e.flatten() for e in record.errors]).cpu() if record.errors else None
         return Step(logits, stats, per_sequence[0], per_sequence[1], errors)

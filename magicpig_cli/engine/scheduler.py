@@ -67,6 +67,10 @@ class _Answer:
         )
 
 
+def _failed(request: Request, error: MagicpigError) -> Failed:
+    return Failed(request.key, type(error).__name__, error.message, error.hint)
+
+
 class Scheduler:
     """Drives one `Engine.generate` call."""
 
@@ -95,7 +99,7 @@ class Scheduler:
                 answer = self._open(request)
                 yield from self._prefill(answer)
             except MagicpigError as error:
-                yield Failed(request.key, type(error).__name__, error.message)
+                yield _failed(request, error)
             else:
                 self._running.append(answer)
                 yield from self._retire()
@@ -131,8 +135,9 @@ class Scheduler:
                 answer.finish = "interrupted"
                 return
         assert last is not None, "a prompt has at least one token"
-        yield self._take(answer, last)
+        first = self._take(answer, last)
         answer.ttft_s = time.perf_counter() - answer.started
+        yield first
 
     def _take(self, answer: _Answer, logits: torch.Tensor) -> TokenEvent:
         """Sample the next token from logits [V], and see whether it ends the answer."""
@@ -159,7 +164,7 @@ class Scheduler:
                 yield self._take(answer, step.logits[row])
             except MagicpigError as error:
                 self._running.remove(answer)
-                yield Failed(answer.request.key, type(error).__name__, error.message)
+                yield _failed(answer.request, error)
                 continue
             if answer.finish is None and self._engine.take_cancelled(answer.request.key):
                 answer.finish = "interrupted"

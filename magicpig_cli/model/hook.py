@@ -6,6 +6,7 @@ it. Which sequences a forward belongs to travels along as the keyword argument `
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,18 +76,21 @@ def _attend(
 AttentionInterface.register("magicpig", _attend)
 
 
+@functools.cache
+def _cache_argument(model: type[PreTrainedModel]) -> str:
+    """transformers renamed the argument: `past_key_values` up to 5.17, `cache` in 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def run(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, forward: Forward) -> torch.Tensor:
     """One forward over ids and positions, both [B, T] on the model's device → logits of the last position [B, V]."""
-    # transformers renamed the argument: `past_key_values` up to 5.17, `cache` in 5.24.
-    parameters = inspect.signature(model.forward).parameters
-    cache_argument = "cache" if "cache" in parameters else "past_key_values"
     output = model(
         input_ids=ids,
         position_ids=positions,
         use_cache=True,
         logits_to_keep=1,
         magicpig=forward,
-        **{cache_argument: PassThroughCache()},
+        **{_cache_argument(type(model)): PassThroughCache()},  # type: ignore[arg-type]
     )
     logits: torch.Tensor = output.logits[:, -1]
     return logits

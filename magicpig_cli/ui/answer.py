@@ -54,7 +54,7 @@ def stream_answer(engine: Engine, request: Request, *, show_text: bool, quiet: b
                 if show_text:
                     _write(event.text)
             elif isinstance(event, Failed):
-                raise MagicpigError(event.message)
+                raise MagicpigError(event.message, event.hint)
             elif isinstance(event, Finished):
                 finished = event
                 if show_text:

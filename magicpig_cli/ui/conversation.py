@@ -13,9 +13,9 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 
 from magicpig_cli.config import Settings
-from magicpig_cli.engine.conversation import Conversation, document_message, read_document
+from magicpig_cli.engine.conversation import Conversation, common_prefix, document_message, read_document
 from magicpig_cli.engine.engine import Engine
-from magicpig_cli.errors import MagicpigError
+from magicpig_cli.errors import ContextError, MagicpigError
 from magicpig_cli.ui import console
 from magicpig_cli.ui.answer import TWICE_WITHIN_S, show_notices, statistics_line, stream_answer
 
@@ -86,6 +86,9 @@ class _Chat:
             show_notices(self.engine, quiet=self.quiet)
             request = self.engine.request("chat", ids, self.settings.generation, self.sequence)
             finished = stream_answer(self.engine, request, show_text=True, quiet=self.quiet)
+        except ContextError as error:
+            console.error(ContextError(error.message, hint="/undo or /clear makes room; -c gives a larger context"))
+            finished = None
         except MagicpigError as error:
             console.error(error)
             finished = None
@@ -115,7 +118,10 @@ class _Chat:
         console.say("\n".join(f"{name:<{width}}  {what}" for name, what in _COMMANDS.items()) + "\n" + _HELP)
 
     def _file(self, argument: str) -> None:
-        paths = shlex.split(argument)
+        try:
+            paths = shlex.split(argument)
+        except ValueError as problem:
+            raise MagicpigError(f"/file {argument}: {problem}", hint='quote the path: /file "it\'s.txt"') from problem
         if not paths:
             raise MagicpigError("/file needs a path", hint="/file report.txt")
         for path in paths:
@@ -128,13 +134,18 @@ class _Chat:
             console.say(self.conversation.system or "no system prompt")
             return
         self.conversation = Conversation(self.engine.codec, argument)
+        self.sequence.truncate(0)
         console.say("system prompt set; the conversation starts over")
 
     def _context(self, _: str) -> None:
         console.say(f"{self.sequence.length:,} of {self.engine.context:,} tokens")
 
     def _undo(self, _: str) -> None:
-        self.conversation.undo()
+        taken = self.conversation.undo()
+        if taken is None:
+            raise MagicpigError("there is no turn to take back")
+        kept = self.conversation.prompt_ids() if self.conversation.messages else []
+        self.sequence.truncate(common_prefix(self.sequence.ids, kept))
         console.say("took back the last turn")
 
     def _clear(self, _: str) -> None:
@@ -159,17 +170,21 @@ def converse(engine: Engine, settings: Settings, documents: list[tuple[str, str]
     while True:
         try:
             line = session.prompt(ANSI("\x1b[1m>\x1b[0m "), default=default)
-            default = ""
-            if line.lstrip().startswith("/"):
-                chat.command(line.strip())
-            elif line.strip():
-                default = chat.turn(_unblock(line)) or ""
         except KeyboardInterrupt:
             if time.monotonic() - interrupted_at < TWICE_WITHIN_S:
                 raise
             interrupted_at = time.monotonic()
             console.say("Ctrl-C again, Ctrl-D or /exit leaves")
+            continue
+        except EOFError:
+            return
+        default = ""
+        try:
+            if line.lstrip().startswith("/"):
+                chat.command(line.strip())
+            elif line.strip():
+                default = chat.turn(_unblock(line)) or ""
         except MagicpigError as error:
             console.error(error)
-        except (EOFError, _Leave):
+        except _Leave:
             return

@@ -20,7 +20,7 @@ SHAPE = WindowShape(4, 16, 8)
 
 
 def layer(length: int, window: int | None = None, seed: int = 0) -> tuple[LayerCache, torch.Tensor]:
-    cache = LayerCache(LayerSpec(HKV, D, window), SHAPE, BlockPool(HKV, D, "float32", block_rows=32), CPU)
+    cache = LayerCache(LayerSpec(HKV, D, window), SHAPE, BlockPool(HKV, D, "float32", block_rows=32), Staging(CPU))
     rows = torch.randn(HKV, length, 2, D, generator=torch.Generator().manual_seed(seed))
     cache.extend(rows)
     return cache, rows
@@ -42,7 +42,7 @@ def truth(q: torch.Tensor, rows: torch.Tensor, rule: LogitRule, mask: torch.Tens
 @pytest.mark.parametrize(("before", "count"), [(0, 1), (0, 50), (3, 9), (130, 64), (700, 600)])
 def test_chunk_equals_masked_softmax(before, count, window, softcap):
     cache, rows = layer(before + count, window)
-    history = LayerCache(cache.spec, SHAPE, BlockPool(HKV, D, "float32", block_rows=32), CPU)
+    history = LayerCache(cache.spec, SHAPE, BlockPool(HKV, D, "float32", block_rows=32), Staging(CPU))
     history.extend(rows[:, :before])
     q = torch.randn(HKV * G, count, D, generator=torch.Generator().manual_seed(1)) * 3
     rule = LogitRule(D**-0.5, softcap)

@@ -128,3 +128,13 @@ def test_directions_depend_on_seed_and_layer_alone():
     assert not np.array_equal(first, gaussian_directions(4, 5, D, 24))
     assert abs(first.mean()) < 0.2
     assert 0.8 < first.std() < 1.2
+
+
+def test_after_a_cut_other_text_gets_its_own_mean():
+    store = store_of(200)
+    index = LshIndex(hasher(), store, threads=1)
+    store.truncate(20)
+    index.truncate(20)
+    store.append(store_of(100, seed=1).read(0, 100) - 5.0)
+    assert store.length < 200
+    assert index.outgrown

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.layer import LayerCache, LayerSpec
+from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import TORCH_DTYPE
 from magicpig_cli.cache.window import WindowShape
 
@@ -16,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def make(shape: WindowShape, dtype: str = "float32", window: int | None = None) -> LayerCache:
-    return LayerCache(LayerSpec(HKV, D, window), shape, BlockPool(HKV, D, dtype, block_rows=8), CPU)
+    return LayerCache(LayerSpec(HKV, D, window), shape, BlockPool(HKV, D, dtype, block_rows=8), Staging(CPU))
 
 
 def rows(start: int, stop: int, dtype: str = "float32") -> torch.Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -118,6 +120,18 @@ def test_interrupt_twice_leaves_with_130(chat):
     assert child.exitstatus == 130
 
 
+def test_interrupt_twice_while_answering_leaves_with_130(chat):
+    child = chat("-n", "7000")
+    child.send("tell me\r")
+    child.expect(r"reading the prompt.*\x1b\[\?25h.{300}")
+    child.kill(signal.SIGINT)
+    time.sleep(0.3)  # signals that are pending together arrive as one
+    child.kill(signal.SIGINT)
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 130
+
+
 def test_pasted_lines_and_blocks_are_one_message(chat):
     child = chat("-n", "2")
     pasted = "one\ntwo\nthree"
@@ -149,6 +163,10 @@ def test_commands(chat, tmp_path):
     assert statistics(child)[0] == len("short")
     child.send("/file /nowhere/at/all\r")
     says(child, "error: .*nowhere")
+    child.send("/file it's.txt\r")
+    says(child, "error: .*it's.txt")
+    child.send("/file ~nobody-of-that-name/x\r")
+    says(child, "error: .*nobody")
     child.send("/system\r")
     child.expect("no system prompt")
 

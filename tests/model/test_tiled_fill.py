@@ -10,10 +10,6 @@ from tests.model.test_parity import make_runner, prompts
 from tests.tiny import tiny_model
 
 
-def held(layer) -> torch.Tensor:
-    return torch.cat([piece for _, piece in layer.pieces(at_most=64)], dim=1)
-
-
 def test_repeated_rows_stand_where_the_model_would_put_them():
     """A model whose hidden states ignore position: one layer. Prefilling the text twice gives what repeating gives."""
     model = tiny_model("llama", num_hidden_layers=1)
@@ -25,7 +21,7 @@ def test_repeated_rows_stand_where_the_model_would_put_them():
     list(runner.prefill(real, (text * 3)[:400]))
     assert tiled.ids == real.ids
     assert tiled.length == 400
-    wanted, got = held(real.layers[0]), held(tiled.layers[0])
+    wanted, got = real.layers[0].copy_rows(), tiled.layers[0].copy_rows()
     # Rounding of the model's own float32 angles, up to 400·2⁻²⁴ each, times the largest key.
     assert (got - wanted).abs().max() <= 2.0**-22 * 400 * float(wanted.abs().max())
     for token in (5, 6, 7):  # and decoding goes on from there
@@ -50,10 +46,10 @@ def test_duplicate_shares_no_memory():
     list(runner.prefill(first, text))
     second = duplicate(Holder(), first)
     assert second.ids == first.ids
-    before = [held(layer).clone() for layer in second.layers]
+    before = [layer.copy_rows() for layer in second.layers]
     a = runner.decode([second], [9]).logits
     first.truncate(100)
     list(runner.prefill(first, text[:300]))
     second.truncate(500)
-    assert all(torch.equal(held(layer), rows) for layer, rows in zip(second.layers, before, strict=True))
+    assert all(torch.equal(layer.copy_rows(), rows) for layer, rows in zip(second.layers, before, strict=True))
     assert torch.equal(runner.decode([second], [9]).logits, a)

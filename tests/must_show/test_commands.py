@@ -76,6 +76,18 @@ def test_documents_from_stdin_and_files(demo_available, tmp_path):
     assert json.loads(done.stdout)["usage"]["prompt_tokens"] > 40
 
 
+def test_piped_text_beside_a_question_is_a_document(demo_available):
+    def prompt_tokens(stdin: str | None, *arguments: str) -> int:
+        done = magicpig("chat", "-m", "demo", "-n", "1", "--json", *arguments, stdin=stdin)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["usage"]["prompt_tokens"]
+
+    alone = prompt_tokens(None, "What is it?")
+    assert prompt_tokens("A long document of many words.\n", "What is it?") >= alone + 6
+    # Documents alone are one turn as well, not a conversation on a stdin that has ended.
+    assert prompt_tokens("A long document of many words.\n", "-f", "-") > 30
+
+
 @pytest.mark.parametrize(
     ("arguments", "stdin", "code", "message"),
     [
@@ -83,6 +95,9 @@ def test_documents_from_stdin_and_files(demo_available, tmp_path):
         (["chat", "-m", "demo"], "", 2, "empty"),
         (["chat", "-m", "demo"], None, 2, "empty"),
         (["chat", "-m", "demo", ""], None, 2, "empty"),
+        (["chat", "-m", "demo", "-f", "-", "hi"], "", 1, "stdin is empty"),
+        (["chat", "-m", "demo", "-f", "LICENSE", "--json"], "\0", 1, "not UTF-8"),
+        (["bench", "-m", "demo", "--output", "/no/such/place"], None, 2, "/no/such/place"),
         (["chat", "-m", "demo", "-f", "no/such/file", "hi"], None, 1, "no/such/file"),
         (["chat", "-m", "demo", "-n", "9000", "hi"], None, 1, "8,192"),
         (["chat", "-m", "demo", "-c", "9k", "hi"], None, 1, "9,216"),
