@@ -116,7 +116,7 @@ def _one_turn(
     engine: Engine, settings: Settings, documents: list[tuple[str, str]], text: str, *, as_json: bool, quiet: bool
 ) -> Finished:
     from magicpig_cli.engine.conversation import Conversation, document_message
-    from magicpig_cli.ui.answer import show_notices, statistics_line, stream_answer
+    from magicpig_cli.ui.answer import Interrupts, show_notices, statistics_line, stream_answer
 
     conversation = Conversation(engine.codec, settings.system)
     conversation.add_user(document_message(documents, text) if documents else text)
@@ -124,7 +124,7 @@ def _one_turn(
     prompt_ids = conversation.prompt_ids()
     show_notices(engine, quiet=quiet)
     request = engine.request("chat", prompt_ids, settings.generation, sequence)
-    finished = stream_answer(engine, request, show_text=not as_json, quiet=quiet)
+    finished = stream_answer(engine, request, Interrupts(), show_text=not as_json, quiet=quiet)
     if as_json:
         print(json.dumps(answer_json(engine, sequence, finished), ensure_ascii=False))
     elif not quiet:

@@ -20,17 +20,27 @@ from magicpig_cli.units import format_seconds
 TWICE_WITHIN_S = 1.0  # two Ctrl-C within this time end the program
 
 
+class Interrupts:
+    """Remembers when Ctrl-C was pressed, across answers and prompts of one run."""
+
+    def __init__(self) -> None:
+        self._last = -TWICE_WITHIN_S
+
+    def is_second(self) -> bool:
+        """To be asked at each Ctrl-C: whether the one before was just now."""
+        now = time.monotonic()
+        second = now - self._last < TWICE_WITHIN_S
+        self._last = now
+        return second
+
+
 @contextmanager
-def cancel_on_interrupt(engine: Engine, key: str) -> Iterator[None]:
+def cancel_on_interrupt(engine: Engine, key: str, interrupts: Interrupts) -> Iterator[None]:
     """While inside, the first Ctrl-C ends the answer cleanly at its next step; a second one soon after ends all."""
-    last = -TWICE_WITHIN_S
 
     def on_interrupt(_signal: int, _frame: FrameType | None) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last < TWICE_WITHIN_S:
+        if interrupts.is_second():
             raise KeyboardInterrupt
-        last = now
         engine.cancel(key)
 
     before = signal.signal(signal.SIGINT, on_interrupt)
@@ -41,11 +51,13 @@ def cancel_on_interrupt(engine: Engine, key: str) -> Iterator[None]:
         engine.take_cancelled(key)
 
 
-def stream_answer(engine: Engine, request: Request, *, show_text: bool, quiet: bool) -> Finished:
+def stream_answer(
+    engine: Engine, request: Request, interrupts: Interrupts, *, show_text: bool, quiet: bool
+) -> Finished:
     """Run one request. Text goes to stdout as it becomes safe to show. Raises MagicpigError if it cannot run."""
     finished: Finished | None = None
     progress = console.Track("reading the prompt", unit="tok", quiet=quiet)
-    with cancel_on_interrupt(engine, request.key), progress:
+    with cancel_on_interrupt(engine, request.key, interrupts), progress:
         for event in engine.generate([request]):
             if isinstance(event, PrefillProgress):
                 progress.update(event.done, event.total)

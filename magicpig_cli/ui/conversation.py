@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import shlex
-import time
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -17,7 +16,7 @@ from magicpig_cli.engine.conversation import Conversation, common_prefix, docume
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.errors import ContextError, MagicpigError
 from magicpig_cli.ui import console
-from magicpig_cli.ui.answer import TWICE_WITHIN_S, show_notices, statistics_line, stream_answer
+from magicpig_cli.ui.answer import Interrupts, show_notices, statistics_line, stream_answer
 
 _BLOCK = '"""'
 _COMMANDS = {
@@ -76,6 +75,7 @@ class _Chat:
         self.conversation = Conversation(engine.codec, settings.system)
         self.sequence = engine.new_sequence()
         self.documents = documents
+        self.interrupts = Interrupts()
 
     def turn(self, text: str) -> str | None:
         """Answer one message. Returns the text to edit again if the turn was dropped."""
@@ -85,7 +85,7 @@ class _Chat:
             ids = self.conversation.prompt_ids()
             show_notices(self.engine, quiet=self.quiet)
             request = self.engine.request("chat", ids, self.settings.generation, self.sequence)
-            finished = stream_answer(self.engine, request, show_text=True, quiet=self.quiet)
+            finished = stream_answer(self.engine, request, self.interrupts, show_text=True, quiet=self.quiet)
         except ContextError as error:
             console.error(ContextError(error.message, hint="/undo or /clear makes room; -c gives a larger context"))
             finished = None
@@ -166,14 +166,13 @@ def converse(engine: Engine, settings: Settings, documents: list[tuple[str, str]
     )
     if not quiet:
         console.say(f"{engine.model_name} · {engine.context:,} tokens of context · /help lists commands")
-    default, interrupted_at = "", -TWICE_WITHIN_S
+    default = ""
     while True:
         try:
             line = session.prompt(ANSI("\x1b[1m>\x1b[0m "), default=default)
         except KeyboardInterrupt:
-            if time.monotonic() - interrupted_at < TWICE_WITHIN_S:
+            if chat.interrupts.is_second():
                 raise
-            interrupted_at = time.monotonic()
             console.say("Ctrl-C again, Ctrl-D or /exit leaves")
             continue
         except EOFError:
