@@ -13,6 +13,10 @@ DEFAULT_K = 10
 DEFAULT_L = 150
 INDEX_FROM = 256  # offloaded keys from which tables are built; below, exact attention reads less
 TAIL_ROWS = 1024  # codes compared one by one (6.6 µs per head, EVIDENCE.md section 1) before they become a segment
+MAX_K = 16  # a code is an unsigned 16-bit number
+MAX_L = 1000  # tables up to which sampling weights are within their stated error (docs/decisions/001)
+MAX_SEED = 2**64 - 1  # of tokens and of hash tables
+REPETITION_PENALTY_RANGE = (0.01, 100.0)  # beyond it a penalty only decides, or leaves the range of a float
 DEFAULT_TEMPERATURE = 0.7
 DEFAULT_MAX_TOKENS = 512
 
@@ -36,8 +40,8 @@ class AttentionOptions:
     """How decode attends to the long middle of the context (paper section 4)."""
 
     mode: str = "auto"  # auto | lsh | exact
-    K: int | None = None  # bits per table, 1..16
-    L: int | None = None  # tables, ≥ 2
+    K: int | None = None  # bits per table, 1..MAX_K
+    L: int | None = None  # tables, 2..MAX_L
     sink: int = DEFAULT_SINK  # first tokens, always attended exactly
     local: int = DEFAULT_LOCAL  # most recent tokens, always attended exactly
     dense_layers: tuple[int, ...] | None = None  # None = chosen for the model

@@ -5,15 +5,30 @@ Every choice leaves one line in `Plan.reasons`; what cannot work is refused here
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal, cast
 
-from magicpig_cli.config import DEFAULT_K, DEFAULT_L, INDEX_FROM, TAIL_ROWS, AttentionOptions, ModelOptions, Settings
+from magicpig_cli.config import (
+    DEFAULT_K,
+    DEFAULT_L,
+    DEFAULT_LOCAL,
+    DEFAULT_SINK,
+    INDEX_FROM,
+    MAX_K,
+    MAX_L,
+    MAX_SEED,
+    TAIL_ROWS,
+    AttentionOptions,
+    ModelOptions,
+    Settings,
+)
 from magicpig_cli.errors import ContextError, MemoryBudgetError, UsageError
 from magicpig_cli.hardware import Hardware
 from magicpig_cli.kernels import MAX_SEGMENT_ROWS
 from magicpig_cli.model.shape import ModelShape
-from magicpig_cli.units import format_bytes
+from magicpig_cli.units import MAX_SIZE, format_bytes
 
 Mode = Literal["auto", "lsh", "exact"]
 RowDtype = Literal["float32", "bfloat16"]
@@ -22,12 +37,26 @@ FLUSH = 64  # rows that leave the window at once
 CHUNK = 512  # prompt tokens per forward: activations stay small and Ctrl-C is answered
 BLOCK_ROWS = 1024  # rows per block of the store
 AUTO_LSH_FROM = 4096  # `auto`: shorter sequences are attended exactly
-MAX_K = 16
 MAX_BATCH = 8  # sequences decoded together: beyond it a CPU's matrix products gain nothing (EVIDENCE.md section 3)
 MAX_BATCH_GPU = 32
 RUNTIME_BYTES = 1 << 30  # Python, torch, activations, logits, projections
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def most_segments(keys: int, flush: int) -> int:
+    """The most segments that an index over `keys` keys can have, however it grew in steps of `flush` keys.
+
+    A segment is made of more keys than a tail holds, and neighbours stay apart only if the former is more than twice
+    the latter, or if both together exceed MAX_SEGMENT_ROWS. So the fewest keys that n segments hold are the sum of a
+    doubling row, up to the size of a segment; a longer list consists of such parts.
+    """
+    sizes = [(TAIL_ROWS // flush + 1) * flush]
+    while 2 * sizes[-1] + flush <= MAX_SEGMENT_ROWS:
+        sizes.append(2 * sizes[-1] + flush)
+    least = list(accumulate(sizes))
+    parts, rest = divmod(keys, least[-1])
+    return parts * len(least) + bisect_right(least, rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +76,7 @@ class Plan:
     weights_bytes: int  # of host memory; 0 when the weights lie on a GPU
     budget_bytes: int  # for keys, values and indexes of all sequences
     max_batch: int
+    windows_on_host: bool  # a GPU holds the windows itself
     flush: int = FLUSH
     chunk: int = CHUNK
     block_rows: int = BLOCK_ROWS
@@ -67,21 +97,32 @@ class Plan:
     def kv_bytes(self, tokens: int) -> int:
         """Rows of the store of one sequence, all layers, whole blocks."""
         blocks = -(-self.offloaded(tokens) // self.block_rows)
-        row_bytes = 2 * self.shape.head_dim * _DTYPE_BYTES[self.row_dtype]
-        return self.shape.layers * self.shape.kv_heads * blocks * self.block_rows * row_bytes
+        return self._rows_bytes(blocks * self.block_rows)
+
+    def window_bytes(self) -> int:
+        """Host memory of the windows of one sequence, whatever its length."""
+        return self._rows_bytes(self.sink + self.local + self.flush) if self.windows_on_host else 0
+
+    def _rows_bytes(self, rows: int) -> int:
+        """Keys and values of `rows` tokens in every layer."""
+        return self.shape.layers * self.shape.kv_heads * rows * 2 * self.shape.head_dim * _DTYPE_BYTES[self.row_dtype]
 
     def index_bytes(self, tokens: int) -> int:
-        """Tables of one sequence: 16-bit ids and offsets of its segments, and the codes of the tail."""
+        """Tables of one sequence at most: 16-bit ids and offsets of its segments, and the codes of the tail.
+
+        At most, because one that is read at once has fewer segments than one that grows turn by turn.
+        """
         keys = self.offloaded(tokens)
         if keys < INDEX_FROM or (self.mode == "auto" and tokens < self.auto_lsh_from):
             return 0
-        segments = -(-keys // MAX_SEGMENT_ROWS)
-        per_head = 2 * self.L * (keys + segments * ((1 << self.K) + 1) + TAIL_ROWS)
+        segments = most_segments(keys, self.flush)
+        ids = keys if segments else 0  # fewer are all in the tail
+        per_head = 2 * self.L * (ids + segments * ((1 << self.K) + 1) + TAIL_ROWS)
         return len(self.sampled_layers) * self.shape.kv_heads * per_head
 
     def sequence_bytes(self, tokens: int) -> int:
         """Everything that one sequence keeps in host memory."""
-        return self.kv_bytes(tokens) + self.index_bytes(tokens)
+        return self.kv_bytes(tokens) + self.window_bytes() + self.index_bytes(tokens)
 
     def sequences_that_fit(self, tokens: int) -> int:
         """How many sequences of `tokens` can be decoded together: at least 1, at most `max_batch`."""
@@ -131,7 +172,9 @@ def plan(hardware: Hardware, shape: ModelShape, settings: Settings) -> Plan:
         weights_bytes=weights,
         budget_bytes=_budget(hardware, weights),
         max_batch=MAX_BATCH_GPU if on_gpu else MAX_BATCH,
+        windows_on_host=not on_gpu,
     )
+    _check_window(draft)
     context = _fitting_context(draft, hardware, asked=settings.context is not None)
     return replace(draft, context=context, reasons=_reasons(draft, context, hardware, settings))
 
@@ -144,11 +187,13 @@ def _check(attention: AttentionOptions, shape: ModelShape, threads: int | None) 
         raise UsageError(f"--kv-dtype {attention.kv_dtype} is unknown", hint="use auto, float32 or bfloat16")
     if attention.K is not None and not 1 <= attention.K <= MAX_K:
         raise UsageError(f"-K {attention.K} is not between 1 and {MAX_K}", hint=f"the default is -K {DEFAULT_K}")
-    if attention.L is not None and attention.L < 2:
+    if attention.L is not None and not 2 <= attention.L <= MAX_L:
+        why = "a key is sampled if two tables agree" if attention.L < 2 else "sampling weights are exact up to there"
         raise UsageError(
-            f"-L {attention.L} is less than 2: a key is sampled if two tables agree",
-            hint=f"the default is -L {DEFAULT_L}",
+            f"-L {attention.L} is not between 2 and {MAX_L:,}: {why}", hint=f"the default is -L {DEFAULT_L}"
         )
+    if not 0 <= attention.hash_seed <= MAX_SEED:
+        raise UsageError(f"--hash-seed {attention.hash_seed} is not between 0 and {MAX_SEED}", hint="--hash-seed 0")
     if attention.sink < 0 or attention.local < 1:
         raise UsageError(
             f"--sink {attention.sink} --local {attention.local}: sink must be ≥ 0 and local ≥ 1",
@@ -163,12 +208,25 @@ def _check(attention: AttentionOptions, shape: ModelShape, threads: int | None) 
         )
 
 
+def _check_window(draft: Plan) -> None:
+    """Refuse a window longer than the context, of which nothing would ever leave. The default one is always fine."""
+    window = draft.sink + draft.local + draft.flush
+    if window > max(draft.context, DEFAULT_SINK + DEFAULT_LOCAL + draft.flush):
+        raise UsageError(
+            f"--sink {draft.sink} and --local {draft.local} with {draft.flush} rows between are a window of "
+            f"{window:,} tokens, longer than the context of {draft.context:,}",
+            hint=f"the defaults are --sink {DEFAULT_SINK} --local {DEFAULT_LOCAL}; --attention exact samples nothing",
+        )
+
+
 def _wanted_context(shape: ModelShape, settings: Settings) -> int:
     asked = settings.context
     if asked is None:
         return shape.context
     if asked < 1:
         raise UsageError(f"a context of {asked:,} tokens holds nothing", hint="write it like -c 96k, 98304 or auto")
+    if asked > MAX_SIZE:
+        raise UsageError(f"a context of more than {MAX_SIZE:,} tokens", hint="write it like -c 96k, 98304 or auto")
     if asked > shape.context and not settings.allow_extrapolation:
         raise ContextError(
             f"a context of {asked:,} tokens was asked for, but this model was made for {shape.context:,}",
@@ -217,14 +275,21 @@ def _fitting_context(draft: Plan, hardware: Hardware, *, asked: bool) -> int:
             f"one sequence of {draft.context:,} tokens needs {_memory_sum(draft, draft.context)}, but "
             f"{format_bytes(draft.budget_bytes)} are left of {format_bytes(hardware.memory_free)} free memory "
             "beside weights and program",
-            hint=f"-c {fits} fits" + (", more do with --kv-dtype bfloat16" if draft.row_dtype == "float32" else ""),
+            hint=_smaller(draft, fits),
         )
     return fits
 
 
+def _smaller(draft: Plan, fits: int) -> str:
+    """What to type for a sequence that fits."""
+    if fits == 0:
+        return "free some memory, or give smaller values to --sink, --local and -L"
+    return f"-c {fits} fits" + (", more do with --kv-dtype bfloat16" if draft.row_dtype == "float32" else "")
+
+
 def _memory_sum(plan: Plan, tokens: int) -> str:
     """`8.0 GiB = 5.0 GiB keys and values + 3.0 GiB index`."""
-    kv, index = plan.kv_bytes(tokens), plan.index_bytes(tokens)
+    kv, index = plan.kv_bytes(tokens) + plan.window_bytes(), plan.index_bytes(tokens)
     return f"{format_bytes(kv + index)} = {format_bytes(kv)} keys and values + {format_bytes(index)} index"
 
 

@@ -9,16 +9,27 @@ from magicpig_cli.errors import UsageError
 _TOKENS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([km]?)\s*", re.IGNORECASE)
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_MAX_DIGITS = 30
+MAX_SIZE = 1 << 50  # of tokens or bytes: what is larger is a slip of the hand
 
 
 def _parse(text: str, pattern: re.Pattern[str], what: str, example: str) -> int:
     match = pattern.fullmatch(text)
     if match is None:
         raise UsageError(f"{text!r} is not {what}", hint=f"write it like {example}")
-    number = float(match[1]) * 1024 ** _POWERS[match[2].lower()]
-    if number != int(number):
+    whole, _, fraction = match[1].partition(".")
+    if len(whole) + len(fraction) > _MAX_DIGITS:
+        raise UsageError(
+            f"a number of {len(whole) + len(fraction)} digits is not {what}", hint=f"write it like {example}"
+        )
+    factor: int = 1024 ** _POWERS[match[2].lower()]
+    scale: int = 10 ** len(fraction)
+    number, rest = divmod(int(whole + fraction) * factor, scale)
+    if rest:
         raise UsageError(f"{text!r} is not a whole number", hint=f"write it like {example}")
-    return int(number)
+    if number > MAX_SIZE:
+        raise UsageError(f"{text!r} is more than {MAX_SIZE:,}", hint=f"write it like {example}")
+    return number
 
 
 def parse_tokens(text: str) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from magicpig_cli.config import MAX_K
 from magicpig_cli.kernels import isa
 from magicpig_cli.kernels.checks import MAX_TABLES, want_array, want_int
 
@@ -50,7 +51,7 @@ class Tail:
 
 def want_hash_shape(K: int, L: int) -> None:
     """Bits per table and tables that the kernels can work with."""
-    want_int("K", K, 1, 16)
+    want_int("K", K, 1, MAX_K)
     want_int("L", L, 2, MAX_TABLES)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from magicpig_cli.config import AttentionOptions, ModelOptions, Settings
 from magicpig_cli.errors import ContextError, MemoryBudgetError, UsageError
 from magicpig_cli.hardware import Gpu, Hardware
 from magicpig_cli.model.shape import ModelShape
-from magicpig_cli.planner import RUNTIME_BYTES, plan
+from magicpig_cli.planner import RUNTIME_BYTES, most_segments, plan
 
 GIB = 1 << 30
 
@@ -53,7 +54,7 @@ def test_defaults():
 # Llama-3.1-8B at 98,304 tokens: 98,304 − 4 − 64 = 98,236 keys, in whole flushes of 64: 98,176; 96 blocks of 1,024 rows.
 LLAMA_96K_KEYS = 98_176
 LLAMA_96K_KV = 32 * 8 * (96 * 1024) * (2 * 128 * 2)
-LLAMA_96K_INDEX = 31 * 8 * 150 * 2 * (LLAMA_96K_KEYS + 2 * 1025 + 1024)  # two segments, one tail
+LLAMA_96K_INDEX = 31 * 8 * 150 * 2 * (LLAMA_96K_KEYS + 10 * 1025 + 1024)  # at most ten segments, one tail
 
 
 def test_bytes_of_llama_at_96k():
@@ -61,7 +62,7 @@ def test_bytes_of_llama_at_96k():
     assert chosen.offloaded(98_304) == LLAMA_96K_KEYS
     assert chosen.kv_bytes(98_304) == LLAMA_96K_KV == 12 * GIB
     assert chosen.index_bytes(98_304) == LLAMA_96K_INDEX
-    assert chosen.sequence_bytes(98_304) == LLAMA_96K_KV + LLAMA_96K_INDEX
+    assert chosen.sequence_bytes(98_304) == LLAMA_96K_KV + LLAMA_96K_INDEX + 32 * 8 * 132 * (2 * 128 * 2)
 
 
 def test_float32_rows_take_twice_the_bytes():
@@ -87,10 +88,49 @@ def test_when_there_is_an_index(options, tokens, indexed):
     assert (plan(DESKTOP, QWEN_7B, settings(**options)).index_bytes(tokens) > 0) == indexed
 
 
-def test_each_segment_of_65472_tokens_has_its_own_offsets():
+def test_each_segment_has_its_own_offsets():
     chosen = plan(DESKTOP, LLAMA_8B, settings(mode="lsh", K=12, L=10))
-    one, two = chosen.index_bytes(4 + 64 + 65_472), chosen.index_bytes(4 + 64 + 65_472 + 64)
+    one, two = chosen.index_bytes(4 + 64 + 1088 + 2176), chosen.index_bytes(4 + 64 + 1088 + 2240)
     assert two - one == 31 * 8 * 10 * 2 * (64 + 4097)
+
+
+def test_keys_that_are_all_in_the_tail_have_no_tables():
+    chosen = plan(DESKTOP, LLAMA_8B, settings(mode="lsh", K=16))
+    assert chosen.index_bytes(4 + 64 + 1024) == 31 * 8 * 150 * 2 * 1024
+
+
+def fewest_keys(segments: int) -> list[int]:
+    """By exhaustion: the fewest keys in lists of 1, 2, … segments that the rule of LshIndex would not merge."""
+    sizes = np.arange(1088, 65_472 + 1, 64)
+    stay = (sizes[:, None] > 2 * sizes) | (sizes[:, None] + sizes > 65_472)  # [size, size of the next]
+    totals, fewest = sizes, []
+    for _ in range(segments):
+        fewest.append(int(totals.min()))
+        totals = sizes + np.where(stay, totals, 1 << 40).min(axis=1)
+    return fewest
+
+
+def test_no_list_of_segments_is_longer_than_planned():
+    fewest = fewest_keys(40)
+    assert all(most_segments(keys, 64) >= count for count, keys in enumerate(fewest, start=1))
+    assert [most_segments(keys, 64) for keys in fewest[:6]] == [1, 2, 3, 4, 5, 6]
+    assert [most_segments(keys - 64, 64) for keys in fewest[:6]] == [0, 1, 2, 3, 4, 5]
+
+
+def test_windows_count_where_they_are_in_host_memory():
+    chosen = plan(DESKTOP, QWEN_7B, settings(sink=8, local=1000, kv_dtype="float32"))
+    assert chosen.window_bytes() == 28 * 4 * (8 + 1000 + 64) * 2 * 128 * 4
+    assert chosen.sequence_bytes(1) == chosen.window_bytes()
+    card = Gpu(0, "Some GPU", 24 * GIB, 23 * GIB)
+    assert plan(replace(DESKTOP, gpus=(card,)), QWEN_7B, settings(local=1000)).window_bytes() == 0
+
+
+def test_a_machine_for_which_no_context_is_short_enough():
+    tight = replace(DESKTOP, memory_free=30 * GIB + RUNTIME_BYTES)
+    with pytest.raises(MemoryBudgetError) as caught:
+        plan(tight, LLAMA_8B, settings(local=100_000))
+    assert "-c 0" not in caught.value.hint
+    assert "--local" in caught.value.hint
 
 
 def test_windowed_layers_are_never_sampled():
@@ -108,6 +148,13 @@ def test_windowed_layers_are_never_sampled():
         ({"K": 0}, "-K 0"),
         ({"K": 17}, "-K 17"),
         ({"L": 1}, "-L 1"),
+        ({"L": 1001}, "-L 1001 is not between 2 and 1,000"),
+        ({"hash_seed": -1}, "--hash-seed -1"),
+        ({"hash_seed": 2**64}, "--hash-seed 18446744073709551616"),
+        ({"local": 32_768 - 4 - 64 + 1}, "--local 32701 with 64 rows between are a window of 32,769 tokens"),
+        ({"sink": 10**30}, "longer than the context of 32,768"),
+        ({"context": 500, "local": 500}, "longer than the context of 500"),
+        ({"context": 10**5000, "allow_extrapolation": True}, "more than 1,125,899,906,842,624"),
         ({"sink": -1}, "--sink -1"),
         ({"local": 0}, "--local 0"),
         ({"threads": 0}, "--threads 0"),
@@ -125,7 +172,13 @@ def test_refused_values(options, words):
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("options", [{"K": 1, "L": 2}, {"K": 16, "L": 2}, {"dense_layers": (27, 0, 27)}, {"sink": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"K": 1, "L": 2}, {"K": 16, "L": 2}, {"K": 1, "L": 1000}, {"dense_layers": (27, 0, 27)}, {"sink": 0},
+        {"hash_seed": 2**64 - 1}, {"local": 32_768 - 4 - 64}, {"context": 1},
+    ],
+)  # fmt: skip
 def test_accepted_values(options):
     chosen = plan(DESKTOP, QWEN_7B, settings(**options))
     assert (chosen.K, chosen.L, chosen.sink) == tuple(
