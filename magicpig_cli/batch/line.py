@@ -6,18 +6,19 @@ In order of detection: an OpenAI Batch request (`body`), `messages`, `prompt`. N
 from __future__ import annotations
 
 import json
-import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from magicpig_cli.batch.reader import RawLine
-from magicpig_cli.config import GenerationOptions
+from magicpig_cli.config import MAX_SEED, REPETITION_PENALTY_RANGE, GenerationOptions
 from magicpig_cli.errors import MagicpigError
 
 INVALID_JSON, INVALID_UTF8, INVALID_REQUEST = "invalid_json", "invalid_utf8", "invalid_request"
-_MAX_SEED = 2**64 - 1
+_MAX_COUNT = 2**31 - 1
+_MAX_DEPTH = 100  # of arrays and objects; a bound of our own, since Python's depends on who calls
 _HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
 _SERVED_URLS = ("/chat/completions", "/completions")
 
@@ -83,7 +84,8 @@ def _is_stop(value: Any) -> bool:
 _TEXT = _Kind("a string", _is_text)
 _NOT_EMPTY = _Kind("a string that is not empty", _is_text, lambda text: bool(text.strip()))
 _SHARE = _Kind("a number from 0 to 1", _is_number, lambda value: 0 <= value <= 1)
-_COUNT = _Kind("an integer of at least 1", _is_integer, lambda value: value >= 1)
+_COUNT = _Kind(f"an integer of at least 1, up to {_MAX_COUNT:,}", _is_integer, lambda value: 1 <= value <= _MAX_COUNT)
+_LEAST_PENALTY, _MOST_PENALTY = REPETITION_PENALTY_RANGE
 
 _KINDS: dict[str, _Kind] = {
     "body": _Kind("an object", lambda value: isinstance(value, dict)),
@@ -99,12 +101,13 @@ _KINDS: dict[str, _Kind] = {
     "model": _TEXT,
     "max_tokens": _COUNT,
     "max_completion_tokens": _COUNT,
-    "temperature": _Kind("a number of at least 0", _is_number, lambda value: math.isfinite(value) and value >= 0),
+    "temperature": _Kind("a number of at least 0", _is_number, lambda value: 0 <= value <= sys.float_info.max),
     "top_p": _SHARE,
     "top_k": _Kind("an integer of at least -1", _is_integer, lambda value: value >= -1),
     "min_p": _SHARE,
-    "repetition_penalty": _Kind("a number above 0", _is_number, lambda value: math.isfinite(value) and value > 0),
-    "seed": _Kind("an integer from 0 to 2^64 - 1", _is_integer, lambda value: 0 <= value <= _MAX_SEED),
+    "repetition_penalty": _Kind(f"a number from {_LEAST_PENALTY:g} to {_MOST_PENALTY:g}", _is_number,
+        lambda value: _LEAST_PENALTY <= value <= _MOST_PENALTY),
+    "seed": _Kind("an integer from 0 to 2^64 - 1", _is_integer, lambda value: 0 <= value <= MAX_SEED),
     "stop": _Kind("a string or an array of strings, none of them empty", _is_stop,
         lambda value: "" not in ([value] if isinstance(value, str) else value)),
     "n": _Kind("1: a line has one answer", _is_integer, lambda value: value == 1),
@@ -128,6 +131,8 @@ def _json_object(data: bytes) -> dict[str, Any]:
     content = _json_value(_decoded(data))
     if not isinstance(content, dict):
         raise BadLine(INVALID_REQUEST, f"the line: want an object, got {_got(content)}")
+    if _deeper_than(content, _MAX_DEPTH):
+        raise BadLine(INVALID_JSON, f"not readable JSON: nested too deeply, more than {_MAX_DEPTH} levels")
     if _HALF_CHARACTER.search(data):
         try:
             json.dumps(content, ensure_ascii=False).encode()
@@ -158,6 +163,17 @@ def _json_value(text: str) -> Any:
         raise BadLine(INVALID_JSON, "not readable JSON: nested too deeply") from None
     except ValueError as problem:  # an integer of more digits than Python converts, and _refuse_constant
         raise BadLine(INVALID_JSON, f"not readable JSON: {str(problem).partition(';')[0]}") from None
+
+
+def _deeper_than(value: Any, levels: int) -> bool:
+    """Whether more than `levels` arrays and objects stand within each other."""
+    layer = [value]
+    for _ in range(levels):
+        inner = [item for outer in layer for item in (outer.values() if isinstance(outer, dict) else outer)]
+        layer = [item for item in inner if isinstance(item, (dict, list))]
+        if not layer:
+            return False
+    return True
 
 
 def _refuse_constant(name: str) -> Any:

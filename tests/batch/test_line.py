@@ -6,12 +6,14 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicpig_cli.batch.line import Line, LineError, parse_line
+from magicpig_cli.batch.line import _KINDS, Line, LineError, parse_line
 from magicpig_cli.batch.reader import RawLine
 from magicpig_cli.config import GenerationOptions
+from magicpig_cli.engine.sampling import TokenSampler, resolve_sampling
 
 # As vLLM's example file of OpenAI Batch requests has it.
 OPENAI = {
@@ -122,7 +124,9 @@ WRONG_TYPES = [
     ({"prompt": "x", "top_p": 1.5}, "top_p", "from 0 to 1", "1.5"),
     ({"prompt": "x", "min_p": [0.1]}, "min_p", "a number", "an array"),
     ({"prompt": "x", "top_k": -2}, "top_k", "at least -1", "-2"),
-    ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "above 0", "0"),
+    ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "from 0.01 to 100", "0"),
+    ({"prompt": "x", "repetition_penalty": 1e-40}, "repetition_penalty", "from 0.01 to 100", "1e-40"),
+    ({"prompt": "x", "max_tokens": 2**31}, "max_tokens", "up to 2,147,483,647", "2147483648"),
     ({"prompt": "x", "seed": -1}, "seed", "0 to 2^64 - 1", "-1"),
     ({"prompt": "x", "seed": 2**64}, "seed", "0 to 2^64 - 1", "18446744073709551616"),
     ({"prompt": "x", "stop": 3}, "stop", "a string or an array of strings", "an integer"),
@@ -167,6 +171,7 @@ def test_wrong_values_name_key_wanted_and_got(line, key, wanted, got):
         (b'{"prompt": "x", "top_p": NaN}', "invalid_json", "NaN"),
         (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "invalid_json", "digits"),
         (b"[" * 100_000, "invalid_json", "nested"),
+        (b'{"prompt": "x", "metadata": ' + b"[" * 100 + b"]" * 100 + b"}", "invalid_json", "nested too deeply"),
         (b'{"question": "x"}', "invalid_request", "question"),
         (b"{}", "invalid_request", "none"),
         (b'{"prompt": " "}', "invalid_request", "empty"),
@@ -181,8 +186,40 @@ def test_lines_that_are_no_request(data, code, says):
     assert len(failed.message) < 200
 
 
+def test_nesting_up_to_the_limit_is_read():
+    deep = b'{"prompt": "x", "metadata": ' + b"[" * 99 + b"9" + b"]" * 99 + b"}"
+    assert isinstance(parse(deep), Line)
+    assert isinstance(parse(deep.replace(b"9", b"[]")), LineError)
+
+
 def test_escaped_characters_beyond_the_basic_plane_are_text():
     assert good(b'{"prompt": "\\ud83d\\udc37"}').prompt == "\N{PIG FACE}"
+
+
+EXTREME_VALUES = {
+    "400 nines": b"9" * 400, "-400 nines": b"-" + b"9" * 400, "all digits": b"9" * 4300, "more digits": b"9" * 5000,
+    "huge fraction": b"1e999", "largest": b"1.7976931348623157e308", "smallest": b"5e-324", "zero": b"-0.0",
+    "nan": b"NaN", "infinity": b"Infinity", "-infinity": b"-Infinity", "2^64": b"18446744073709551616",
+    "half": b'"\\ud800"', "zero byte": b'"\\u0000"', "long": b'"' + b"x" * 100_000 + b'"',
+    "deep": b"[" * 500 + b"]" * 500, "deeper": b"[" * 90_000 + b"]" * 90_000,
+    "deep objects": b'{"a":' * 500 + b"1" + b"}" * 500, "list": b'["a", ' + b"9" * 400 + b"]", "true": b"true",
+}  # fmt: skip
+PLACES = (
+    b'{"prompt":"x","%s":%s}', b'{"body":{"prompt":"x"},"%s":%s}', b'{"body":{"prompt":"x","%s":%s}}', b'{"%s":%s}',
+    b'{"messages":[{"role":"user","content":"x","%s":%s}]}', b'{"pig\\ud83d":1,"%s":%s}',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXTREME_VALUES)
+def test_any_extreme_value_anywhere_becomes_a_line_that_can_be_sampled_or_a_short_error(name):
+    for key in (*_KINDS, "role", "content", "metadata", "unknown"):
+        for place in PLACES:
+            parsed = parse(place % (key.encode(), EXTREME_VALUES[name]))
+            if isinstance(parsed, LineError):
+                assert len(parsed.message) < 300
+            else:
+                sampler = TokenSampler(resolve_sampling(parsed.options, None), [1])
+                assert sampler.pick(torch.tensor([3e4, -3e4, float("-inf"), 2.0])) in (0, 1, 3)
 
 
 @given(st.binary(max_size=60))

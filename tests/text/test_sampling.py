@@ -139,7 +139,14 @@ def test_forbidden_tokens_are_never_drawn():
         ({"top_k": -2}, "--top-k", "-1 or more"),
         ({"top_k": 2.5}, "--top-k", "-1 or more"),
         ({"min_p": -1}, "--min-p", "0 to 1"),
-        ({"repetition_penalty": 0}, "--repetition-penalty", "more than 0"),
+        ({"repetition_penalty": 0}, "--repetition-penalty", "0.01 to 100"),
+        ({"repetition_penalty": 1e-40}, "--repetition-penalty", "0.01 to 100"),
+        ({"repetition_penalty": 1e3}, "--repetition-penalty", "0.01 to 100"),
+        ({"temperature": 10**400}, "--temperature", "0 or more"),
+        ({"temperature": -(10**5000)}, "--temperature", "0 or more"),
+        ({"top_p": 10**5000}, "--top-p", "0 to 1"),
+        ({"seed": 10**5000}, "--seed", "0 to 18446744073709551615"),
+        ({"max_tokens": -(10**5000)}, "--max-tokens", "1 or more"),
         ({"seed": -1}, "--seed", "0 to 18446744073709551615"),
         ({"seed": 2**64}, "--seed", "0 to 18446744073709551615"),
     ],
@@ -154,6 +161,39 @@ def test_values_out_of_range(values, option, allowed):
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(UsageError, match="--stop"):
         SamplingParams(max_tokens=1, temperature=0.7, stop=("ok", ""))
+
+
+HOT = [1e30, 3e38, 1e308]
+COLD = [1e-5, 1e-6, 1e-38, 5e-324]
+LOGITS = {
+    "usual": [1.0, -2.0, 30.0, 5.0],
+    "large": [1e4, -1e4, 3e4, 0.0],
+    "forbidden": [float("-inf"), -1.0, 2.0, float("-inf")],
+    "tied": [7.0, 7.0, 7.0, 7.0],
+    "negative": [-3e4, -2e4, -1.0, -9.0],
+}
+
+
+@pytest.mark.parametrize("logits", LOGITS.values(), ids=LOGITS)
+@pytest.mark.parametrize("temperature", [0.0, *COLD, 1.0, *HOT])
+@pytest.mark.parametrize("penalty", [None, 0.01, 100.0])
+def test_extreme_values_draw_a_token_that_is_allowed(logits, temperature, penalty):
+    params = SamplingParams(5, temperature, top_p=0.99, min_p=1e-300, repetition_penalty=penalty, seed=1)
+    token = TokenSampler(params, [1]).pick(torch.tensor(logits))
+    assert logits[token] > float("-inf")
+
+
+@pytest.mark.parametrize("temperature", COLD)
+def test_a_tiny_temperature_takes_the_likeliest_token(temperature):
+    sampler = TokenSampler(SamplingParams(1, temperature, seed=1), [])
+    assert {sampler.pick(torch.tensor([1.0, 1.01, 0.99])) for _ in range(50)} == {1}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 0.7])
+def test_scores_that_a_penalty_makes_infinite_are_a_model_error(temperature):
+    sampler = TokenSampler(SamplingParams(1, temperature, repetition_penalty=0.01, seed=1), [0])
+    with pytest.raises(ModelError, match="not a number"):
+        sampler.pick(torch.tensor([1e38, 1.0]))
 
 
 @pytest.mark.parametrize("values", [{"top_p": 0, "seed": 2**64 - 1}, {"top_k": 10**6}, {"top_k": -1}, {"min_p": 1}])
