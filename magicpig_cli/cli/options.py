@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -19,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
-from magicpig_cli.config import Settings
+from magicpig_cli.config import MAX_K, MAX_L, MAX_SEED, REPETITION_PENALTY_RANGE, Settings
 from magicpig_cli.errors import UsageError
 from magicpig_cli.ui import console
 from magicpig_cli.units import parse_context
@@ -51,7 +53,7 @@ def _layers(text: str) -> tuple[int, ...] | None:
     if text in ("", "none"):
         return ()
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in parts):
+    if not all(part.isdecimal() for part in parts):
         raise UsageError(f"{text!r} is not a list of layer numbers", hint="write it like 0,16, auto or none")
     return tuple(sorted({int(part) for part in parts}))
 
@@ -64,16 +66,18 @@ def _file_text(path: str) -> str:
         raise UsageError(f"cannot read {path}: {reason}") from problem
 
 
-def _above_zero(number: float) -> float:
-    if not number > 0:
-        raise UsageError(f"{number} is not more than 0", hint="1 means no penalty")
-    return number
-
-
 def _stop_texts(texts: list[str]) -> tuple[str, ...]:
     if "" in texts:
         raise UsageError("an empty text would end every answer at once", hint='--stop "###"')
     return tuple(texts)
+
+
+def _unsplit(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
+    """An environment variable is one value of a repeatable option; the parser would split it at its spaces."""
+    source = context.get_parameter_source(parameter.name or "")
+    if source is not None and source.name == "ENVIRONMENT":
+        return [os.environ[str(parameter.envvar)]]
+    return value
 
 
 def _text_or_file(text: str) -> str:
@@ -106,6 +110,7 @@ class SharedOption:
             *self.spellings, help=self.help, metavar=self.metavar, min=self.min, max=self.max, show_default=False,
             envvar=ENV_PREFIX + self.name.upper(), show_envvar=False,
             rich_help_panel=_PANELS.get(self.group, self.group.capitalize()),
+            callback=_unsplit if self.kind == list[str] else None,
         )  # fmt: skip
         kind = bool if self.kind is bool else self.kind | None
         return inspect.Parameter(
@@ -115,10 +120,10 @@ class SharedOption:
 
     def value(self, given: Any) -> Any:
         """What was given, as Settings want it. Raises UsageError that names the option."""
-        if self.parse is None:
-            return given
         try:
-            return self.parse(given)
+            if isinstance(given, float) and not math.isfinite(given):  # it passes every comparison with a limit
+                raise UsageError(f"{given} is not a finite number")
+            return given if self.parse is None else self.parse(given)
         except UsageError as problem:
             spelling = next((s for s in self.spellings if s.startswith("--")), self.spellings[0])
             raise UsageError(f"{spelling}: {problem.message}", hint=problem.hint) from problem
@@ -139,7 +144,7 @@ SHARED_OPTIONS = (
         help="Allow a context beyond the one that the model was made for."),
     SharedOption("model", "model.chat_template", str, ("--chat-template",), parse=_file_text, metavar="FILE",
         help="Jinja chat template instead of the model's own."),
-    SharedOption("model", "threads", int, ("-t", "--threads"), min=1, metavar="N",
+    SharedOption("model", "threads", int, ("-t", "--threads"), min=1, max=1024, metavar="N",
         help="CPU threads; by default the physical cores that this process may use."),
     SharedOption("model", "model.offline", bool, ("--offline",), help="Use only what is on this machine."),
     SharedOption("model", "model.trust_remote_code", bool, ("--trust-remote-code",),
@@ -147,9 +152,9 @@ SHARED_OPTIONS = (
     SharedOption("attention", "attention.mode", str, ("--attention",), metavar="auto|lsh|exact",
         parse=_choice("auto", "lsh", "exact"),
         help="Decode attention: sampled (lsh), exact, or auto: sampled for long sequences only."),
-    SharedOption("attention", "attention.K", int, ("-K",), min=1, max=16, metavar="BITS",
+    SharedOption("attention", "attention.K", int, ("-K",), min=1, max=MAX_K, metavar="BITS",
         help="Bits per hash table: more sample fewer keys (default 10)."),
-    SharedOption("attention", "attention.L", int, ("-L",), min=2, metavar="TABLES",
+    SharedOption("attention", "attention.L", int, ("-L",), min=2, max=MAX_L, metavar="TABLES",
         help="Hash tables: more sample more keys and cost memory (default 150)."),
     SharedOption("attention", "attention.sink", int, ("--sink",), min=0, metavar="N",
         help="First tokens that are always attended exactly (default 4)."),
@@ -159,7 +164,7 @@ SHARED_OPTIONS = (
         help="Layers that are never sampled; auto is layer 0."),
     SharedOption("attention", "attention.kv_dtype", str, ("--kv-dtype",), metavar="auto|float32|bfloat16",
         parse=_choice("auto", "float32", "bfloat16"), help="Number type of keys and values; auto is bfloat16."),
-    SharedOption("attention", "attention.hash_seed", int, ("--hash-seed",), min=0, metavar="N",
+    SharedOption("attention", "attention.hash_seed", int, ("--hash-seed",), min=0, max=MAX_SEED, metavar="N",
         help="Seed of the hash tables (default 0)."),
     SharedOption("generation", "generation.max_tokens", int, ("-n", "--max-tokens", "--max-new-tokens"), min=1,
         metavar="N", help="Longest answer (default: the model's own, else 512)."),
@@ -172,11 +177,11 @@ SHARED_OPTIONS = (
     SharedOption("generation", "generation.min_p", float, ("--min-p",), min=0, max=1, metavar="P",
         help="Drop tokens less likely than this share of the likeliest."),
     SharedOption("generation", "generation.repetition_penalty", float, ("--repetition-penalty",), metavar="X",
-        parse=_above_zero,
+        min=REPETITION_PENALTY_RANGE[0], max=REPETITION_PENALTY_RANGE[1],
         help="Above 1: tokens that were there before become less likely."),
     SharedOption("generation", "generation.stop", list[str], ("--stop",), metavar="TEXT", parse=_stop_texts,
         help="Text that ends the answer; may be repeated."),
-    SharedOption("generation", "generation.seed", int, ("--seed",), min=0, metavar="N",
+    SharedOption("generation", "generation.seed", int, ("--seed",), min=0, max=MAX_SEED, metavar="N",
         help="Seed of drawing tokens (default: drawn and reported)."),
     SharedOption("system", "system", str, ("-s", "--system", "--system-prompt"), parse=_text_or_file,
         metavar="TEXT|@FILE", help="System prompt, or @ and the file that holds it."),

@@ -77,7 +77,7 @@ EXAMPLES: dict[str, tuple[str | None, Any]] = {
     "top_k": ("40", 40),
     "min_p": ("0.1", 0.1),
     "repetition_penalty": ("1.1", 1.1),
-    "stop": ("END", ("END",)),
+    "stop": ("end of  answer", ("end of  answer",)),
     "seed": ("0", 0),
     "system": ("Be brief [/INST].", "Be brief [/INST]."),
     "load_format": ("dummy", "dummy"),
@@ -102,8 +102,7 @@ def test_every_spelling_sets_its_field_and_nothing_else(caught, option):
 @pytest.mark.parametrize("option", SHARED_OPTIONS, ids=lambda option: option.name)
 def test_every_option_can_come_from_the_environment(caught, monkeypatch, option):
     typed, wanted = EXAMPLES[option.name]
-    text = "END" if option.name == "stop" else typed
-    monkeypatch.setenv("MAGICPIG_" + option.name.upper(), "1" if text is None else text)
+    monkeypatch.setenv("MAGICPIG_" + option.name.upper(), "1" if typed is None else typed)
     if option.name == "system":
         monkeypatch.setenv("MAGICPIG_SYSTEM", "Be brief [/INST].")
     assert app.run(["chat"]) == 0
@@ -196,6 +195,22 @@ def test_an_empty_config_file(caught, tmp_path):
     assert caught.settings == Settings()
 
 
+@pytest.mark.parametrize("text", ["end of answer", " ", "a:b,c;d", "\n\nUser:", "### "])
+def test_the_environment_holds_one_stop_text(caught, monkeypatch, text):
+    monkeypatch.setenv("MAGICPIG_STOP", text)
+    assert app.run(["chat"]) == 0
+    assert caught.settings.generation.stop == (text,)
+    assert app.run(["chat", "--stop", "typed one", "--stop", "b"]) == 0
+    assert caught.settings.generation.stop == ("typed one", "b")
+
+
+def test_the_environment_s_stop_text_comes_before_that_of_the_config_file(caught, monkeypatch, tmp_path):
+    write_config(tmp_path, "stop: [from file, two]\n")
+    monkeypatch.setenv("MAGICPIG_STOP", "from environment")
+    assert app.run(["chat"]) == 0
+    assert caught.settings.generation.stop == ("from environment",)
+
+
 def test_repeated_stop(caught):
     assert app.run(["chat", "--stop", "a", "--stop", "b c"]) == 0
     assert caught.settings.generation.stop == ("a", "b c")
@@ -228,7 +243,21 @@ def test_system_prompt_from_a_file(caught, tmp_path):
         (["-L", "1"], "-L"),
         (["--top-p", "1.5"], "--top-p"),
         (["-t", "0"], "--threads"),
-        (["--repetition-penalty", "0"], "--repetition-penalty: 0.0"),
+        (["--repetition-penalty", "0"], "--repetition-penalty"),
+        (["--repetition-penalty", "1e-40"], "0.01"),
+        (["--repetition-penalty", "101"], "100"),
+        (["--repetition-penalty", "nan"], "--repetition-penalty"),
+        (["--temp", "nan"], "--temperature"),
+        (["--temp", "inf"], "--temperature: inf is not a finite number"),
+        (["--top-p", "nan"], "--top-p"),
+        (["--min-p", "nan"], "--min-p"),
+        (["-L", "1001"], "1000"),
+        (["--hash-seed", "18446744073709551616"], "18446744073709551615"),
+        (["--seed", "18446744073709551616"], "18446744073709551615"),
+        (["-c", "9" * 400], "--context: a number of 400 digits"),
+        (["-c", "9" * 5000 + "k"], "--context: a number of 5000 digits"),
+        (["-c", "0." + "1" * 5000], "--context: a number of 5001 digits"),
+        (["-c", "9" * 20], "is more than 1,125,899,906,842,624"),
         (["--stop", ""], "--stop: an empty text"),
         (["--sed", "1"], "--seed"),
         (["--seed"], "--seed"),
