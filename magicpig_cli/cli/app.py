@@ -99,6 +99,10 @@ def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code."""
     console.set_verbose(False)
     console.set_debug(False)
+    if sys.stderr is None:  # closed by whoever started this: notices go nowhere
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        return _report(MagicpigError("stdout is closed, so answers have nowhere to go", hint="> FILE, or -o FILE"))
     command = typer.main.get_command(build_app())
     try:
         with command.make_context("magicpig", list(arguments), default_map=_default_map(command, arguments)) as context:

@@ -61,7 +61,7 @@ def bench(
         settings,
         attention=replace(settings.attention, mode=mode),
         context=max(lengths),
-        allow_extrapolation=settings.allow_extrapolation or fill != "real",
+        allow_extrapolation=True,
     )
     engine = load_engine(settings, quiet=quiet)
     _check_room(engine, request)
@@ -113,7 +113,7 @@ def _modes(text: str, no_baseline: bool) -> tuple[str, ...]:
 
 def _batches(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise UsageError(f"--batch-size {text} is not a list of positive numbers", hint="--batch-size 1,4")
     return tuple(sorted({int(part) for part in parts}))
 

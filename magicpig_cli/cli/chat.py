@@ -151,8 +151,9 @@ def answer_json(engine: Engine, sequence: Sequence, finished: Finished) -> dict[
         },
         "timing": {
             "load_s": engine.load_s,
-            "ttft_s": timing.ttft_s,
-            "prefill_tok_s": prefilled / timing.prefill_s if timing.prefill_s else None,
+            # An answer that was interrupted before its first token has neither.
+            "ttft_s": timing.ttft_s if finished.token_ids else None,
+            "prefill_tok_s": prefilled / timing.prefill_s if finished.token_ids else None,
             "decode_tok_s": 1000 / float(tpot.mean()) if tpot.size else None,
             "tpot_ms": {"mean": float(tpot.mean()) if tpot.size else None, "p50": p50, "p90": p90, "p99": p99},
         },

@@ -15,7 +15,7 @@ from magicpig_cli.engine.conversation import ChatCodec
 from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.engine.sampling import resolve_sampling
 from magicpig_cli.engine.scheduler import Request, Scheduler
-from magicpig_cli.errors import ContextError
+from magicpig_cli.errors import ContextError, MagicpigError
 from magicpig_cli.events import Event, LoadProgress
 from magicpig_cli.model import loader
 from magicpig_cli.model.frequencies import settle
@@ -91,7 +91,9 @@ class Engine:
         self, key: str, prompt_ids: list[int], options: GenerationOptions, sequence: Sequence | None = None,
         default_seed: int | None = None,
     ) -> Request:  # fmt: skip
-        """A request with sampling resolved against the model's own defaults. Raises ContextError, UsageError."""
+        """A request with sampling resolved against the model's own defaults. Raises MagicpigError."""
+        if not prompt_ids:
+            raise MagicpigError("the prompt has no tokens", hint="check --chat-template, or ask something")
         self.check_fits(len(prompt_ids), options.max_tokens)
         sampling = resolve_sampling(options, self.generation_config)
         return Request(key, prompt_ids, sampling, default_seed, sequence)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import shlex
+import sys
 from pathlib import Path
+from typing import TextIO
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.formatted_text import ANSI
@@ -34,6 +36,14 @@ Ctrl-C stops an answer and keeps what is there."""
 
 class _Leave(Exception):
     """The user is done."""
+
+
+def _screen() -> TextIO:
+    """Where the prompt is drawn: never into a file or pipe that collects answers."""
+    for stream in (sys.stderr, sys.stdout):
+        if stream.isatty():
+            return stream
+    return Path("/dev/tty").open("w", encoding="utf-8")
 
 
 def _key_bindings() -> KeyBindings:
@@ -82,7 +92,7 @@ class _Chat:
         documents, self.documents = self.documents, []
         self.conversation.add_user(document_message(documents, text) if documents else text)
         try:
-            ids = self.conversation.prompt_ids()
+            ids = self._prompt_ids()
             show_notices(self.engine, quiet=self.quiet)
             request = self.engine.request("chat", ids, self.settings.generation, self.sequence)
             finished = stream_answer(self.engine, request, self.interrupts, show_text=True, quiet=self.quiet)
@@ -92,14 +102,30 @@ class _Chat:
         except MagicpigError as error:
             console.error(error)
             finished = None
+        except KeyboardInterrupt:
+            self._drop(documents)
+            raise
         if finished is None or (finished.reason == "interrupted" and not finished.token_ids):
-            self.conversation.undo()
-            self.documents = documents
+            self._drop(documents)
             return text
         self.conversation.add_assistant(finished.text)
         if not self.quiet:
             console.say(statistics_line(finished))
         return None
+
+    def _prompt_ids(self) -> list[int]:
+        """Tokens of the conversation. Ctrl-C meanwhile (a very long document) raises MagicpigError, twice ends all."""
+        try:
+            return self.conversation.prompt_ids()
+        except KeyboardInterrupt:
+            if self.interrupts.is_second():
+                raise
+            raise MagicpigError("interrupted before the prompt was read") from None
+
+    def _drop(self, documents: list[tuple[str, str]]) -> None:
+        """As if the last message had not been sent; its documents wait for the next one."""
+        self.conversation.undo()
+        self.documents = documents
 
     def command(self, line: str) -> None:
         """Run a slash command. Raises _Leave, MagicpigError."""
@@ -162,7 +188,7 @@ def converse(engine: Engine, settings: Settings, documents: list[tuple[str, str]
     """Prompt and answer until the user leaves. Ctrl-C twice within a second raises KeyboardInterrupt."""
     chat = _Chat(engine, settings, documents, quiet=quiet)
     session: PromptSession[str] = PromptSession(
-        key_bindings=_key_bindings(), multiline=True, output=create_output(always_prefer_tty=True)
+        key_bindings=_key_bindings(), multiline=True, output=create_output(_screen())
     )
     if not quiet:
         console.say(f"{engine.model_name} · {engine.context:,} tokens of context · /help lists commands")
@@ -179,10 +205,14 @@ def converse(engine: Engine, settings: Settings, documents: list[tuple[str, str]
             return
         default = ""
         try:
-            if line.lstrip().startswith("/"):
+            if line.lstrip().startswith("/") and "\n" not in line.strip():  # a pasted block is always a message
                 chat.command(line.strip())
-            elif line.strip():
+            elif _unblock(line).strip():
                 default = chat.turn(_unblock(line)) or ""
+        except KeyboardInterrupt:
+            if chat.interrupts.is_second():
+                raise
+            console.say("interrupted")
         except MagicpigError as error:
             console.error(error)
         except _Leave:

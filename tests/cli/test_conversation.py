@@ -179,3 +179,13 @@ def test_a_message_that_does_not_fit_is_refused_and_given_back(chat):
     child.expect(re.escape("long long"))  # it stands in the next prompt again
     child.sendcontrol("u")
     child.sendcontrol("c")
+
+
+def test_a_pasted_block_that_begins_like_a_command_is_a_message(chat):
+    child = chat("-n", "2")
+    pasted = "/tmp/some/path is a path\nwhat is it?"
+    child.send(f"\x1b[200~{pasted}\x1b[201~\r")
+    assert statistics(child)[0] == len(pasted)
+    child.send('""" """\r')  # nothing in it: nothing is sent
+    child.send("/context\r")
+    child.expect(rf"{len(pasted) + 1} of 8,192 tokens")
