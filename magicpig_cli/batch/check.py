@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, field, fields
 
-from magicpig_cli.batch.line import BadLine, Line, LineError, parse_line
+from magicpig_cli.batch.line import BadLine, Line, LineError, parse_line, shortened
 from magicpig_cli.batch.reader import JsonlSource
 from magicpig_cli.batch.request import RequestMaker
 from magicpig_cli.errors import MemoryBudgetError, UsageError
@@ -16,6 +16,7 @@ from magicpig_cli.planner import Plan
 from magicpig_cli.units import format_bytes
 
 _NAMES_KEPT = 8  # of foreign models and ignored keys
+_SHOWN = 80  # characters of an id or a key in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ def _claim(checked: Checked, custom_id: str, number: int) -> None:
     first = checked.numbers.setdefault(custom_id, number)
     if first != number:
         raise UsageError(
-            f"lines {first:,} and {number:,} both have the id {custom_id!r}",
+            f"lines {first:,} and {number:,} both have the id {shortened(custom_id, _SHOWN)!r}",
             hint="give every line an id of its own, or none",
         )
 
@@ -144,4 +145,4 @@ def _note(checked: Checked, line: Line) -> None:
         checked.models.add(line.model)
     for key in line.ignored:
         if len(checked.ignored) < _NAMES_KEPT:
-            checked.ignored.add(key)
+            checked.ignored.add(shortened(key, _SHOWN))

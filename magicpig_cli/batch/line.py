@@ -18,16 +18,22 @@ from magicpig_cli.errors import MagicpigError
 
 INVALID_JSON, INVALID_UTF8, INVALID_REQUEST = "invalid_json", "invalid_utf8", "invalid_request"
 _MAX_COUNT = 2**31 - 1
+_LONGEST_MESSAGE = 400  # characters
 _MAX_DEPTH = 100  # of arrays and objects; a bound of our own, since Python's depends on who calls
 _HALF_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
 _SERVED_URLS = ("/chat/completions", "/completions")
+
+
+def shortened(text: str, longest: int) -> str:
+    """The text, cut where it is longer: what a line holds may be of any length."""
+    return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 class BadLine(MagicpigError):
     """Why a line cannot be answered. `code` is short and stable, for programs."""
 
     def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
+        super().__init__(shortened(message, _LONGEST_MESSAGE))
         self.code = code
 
 
@@ -188,8 +194,7 @@ def _got(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 40 else text[:39] + "…"
+    return shortened(json.dumps(value, ensure_ascii=False), 40)
 
 
 def _checked(holder: Mapping[str, Any], key: str) -> Any:

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from magicpig_cli.batch.check import Checked, Entry, check
+from magicpig_cli.batch.line import _KINDS
 from magicpig_cli.config import Settings
 from magicpig_cli.errors import MemoryBudgetError, UsageError
 from magicpig_cli.hardware import Hardware
 from magicpig_cli.model.shape import shape_from_config
 from magicpig_cli.planner import Plan, plan
+from tests.batch.test_line import EXTREME_VALUES, PLACES
 from tests.tiny import tiny_config
 
 GIB = 1 << 30
@@ -49,6 +51,29 @@ def test_good_and_bad_lines_and_what_is_told_of_them(source, checked):
     assert (result.prompt_tokens, result.sequence_tokens) == (8, 524)
     assert (result.models, result.ignored) == ({"other"}, {"extra"})
     assert result.numbers == {"line-1": 1, "line-3": 3, "line-4": 4, "line-5": 5}
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_extreme_values_make_errors_of_their_own_line_only(source, checked, maker, raw):
+    parts = b'{"messages":[{"role":"user","content":[{"type":"text","text":"x","%s":%s}]}]}'
+    keys = [key for key in (*_KINDS, "role", "content", "type", "text", "unknown") if "id" not in key]
+    lines = [
+        place % (key.encode(), value) for place in (*PLACES, parts) for key in keys for value in EXTREME_VALUES.values()
+    ]
+    result = checked(source(*lines), maker(raw=raw))
+    assert result.total == len(lines) == result.good + len(result.errors)
+    assert result.good
+    assert max(len(error.message) for error in result.errors.values()) <= 400
+
+
+def test_a_very_long_id_or_key_is_cut_in_messages_only(source, checked):
+    long = "x" * 100_000
+    result = checked(source({"id": long, "prompt": "a", long: 1}))
+    assert result.numbers == {long: 1}
+    assert len(*result.ignored) == 80
+    with pytest.raises(UsageError) as caught:
+        checked(source({"id": long, "prompt": "a"}, {"id": long, "prompt": "b"}))
+    assert len(caught.value.message) < 200
 
 
 @pytest.mark.parametrize(
