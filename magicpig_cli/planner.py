@@ -215,7 +215,7 @@ def _check_window(draft: Plan) -> None:
         raise UsageError(
             f"--sink {draft.sink} and --local {draft.local} with {draft.flush} rows between are a window of "
             f"{window:,} tokens, longer than the context of {draft.context:,}",
-            hint=f"the defaults are --sink {DEFAULT_SINK} --local {DEFAULT_LOCAL}; --attention exact samples nothing",
+            hint=f"the defaults are --sink {DEFAULT_SINK} --local {DEFAULT_LOCAL}",
         )
 
 
