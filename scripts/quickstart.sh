@@ -5,4 +5,4 @@ cd "$(dirname "$0")/.."
 
 bash scripts/setup.sh
 .venv/bin/magicpig chat -m demo --temperature 0 --max-tokens 96 \
-  -f LICENSE "In one or two sentences: what does this license allow me to do?"
+  -f LICENSE "Does this license come with a warranty? Answer in one sentence."
