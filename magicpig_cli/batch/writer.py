@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import time
@@ -69,7 +70,7 @@ class RecordFile:
                 with contextlib.suppress(OSError):
                     self._file.seek(whole)
                     self._file.truncate()
-            raise MagicpigError(f"cannot write {self._name}: {problem.strerror}") from problem
+            raise _cannot_write(self._name, problem) from problem
         if self._unsynced_since is None:
             self._unsynced_since = time.monotonic()
 
@@ -81,7 +82,7 @@ class RecordFile:
         try:
             os.fsync(self._file.fileno())
         except OSError as problem:
-            raise MagicpigError(f"cannot write {self._name}: {problem.strerror}") from problem
+            raise _cannot_write(self._name, problem) from problem
         self._unsynced_since = None
 
     def close(self) -> None:
@@ -141,6 +142,11 @@ class Output:
                     file.close()
 
 
+def _cannot_write(path: Path | str, problem: OSError) -> MagicpigError:
+    hint = "free some space there; whole records are kept" if problem.errno == errno.ENOSPC else None
+    return MagicpigError(f"cannot write {path}: {problem.strerror}", hint=hint)
+
+
 def _created(path: Path, overwrite: bool) -> RecordFile:
     try:
         file = path.open("wb" if overwrite else "xb", buffering=0)
@@ -162,4 +168,6 @@ def write_manifest(path: Path, content: dict[str, Any]) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as problem:
-        raise MagicpigError(f"cannot write {path}: {problem.strerror}") from problem
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise _cannot_write(path, problem) from problem

@@ -345,12 +345,18 @@ class _Run:
         except KeyboardInterrupt:
             pass  # a second signal; what is not done is told like after the first one
         except Exception:
-            self._manifest(prepared, engine, runner.progress, "failed")
+            if self.paths is not None:
+                console.say(_how_far(runner.progress, self.paths))
+            with contextlib.suppress(MagicpigError):  # what stopped the run is the news
+                self._manifest(prepared, engine, runner.progress, "failed")
+            raise
+        state = "finished" if runner.progress.done == runner.progress.total else "interrupted"
+        try:
+            self._manifest(prepared, engine, runner.progress, state)
+        except MagicpigError:
             if self.paths is not None:
                 console.say(_how_far(runner.progress, self.paths))
             raise
-        state = "finished" if runner.progress.done == runner.progress.total else "interrupted"
-        self._manifest(prepared, engine, runner.progress, state)
         return runner.progress
 
     def _manifest(self, prepared: _Prepared, engine: Engine | None, progress: Progress, state: str) -> None:

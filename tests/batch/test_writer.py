@@ -210,3 +210,18 @@ def test_the_lock_of_a_killed_writer_is_free(tmp_path, holder):
 def test_no_place_for_a_lock(tmp_path):
     with pytest.raises(MagicpigError, match="cannot write"), locked(tmp_path / "none" / "o.lock"):
         pass
+
+
+def test_a_manifest_that_cannot_be_written_leaves_the_old_one_and_no_rest(tmp_path, monkeypatch):
+    path = tmp_path / "o.meta.json"
+    write_manifest(path, {"state": "running"})
+
+    def full(_descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(MagicpigError, match="o.meta.json: No space left on device") as raised:
+        write_manifest(path, {"state": "finished"})
+    assert "free some space" in raised.value.hint
+    assert json.loads(path.read_text()) == {"state": "running"}
+    assert [file.name for file in tmp_path.iterdir()] == ["o.meta.json"]
