@@ -12,6 +12,7 @@ import numpy as np
 U = 2.0**-24  # unit roundoff of float32
 DOT = 32  # products over the head dim, in vector lanes
 SUM = 128  # weighted sums over thousands of rows
+LOGITS = 1024  # through all layers of a tiny model, blocks of keys in another order
 EXP = 8  # exponential, and the tanh made of it, in ulp
 
 
@@ -65,3 +66,9 @@ def close_attention(out: Any, wanted: Any, rows: Any) -> bool:
     out, wanted, rows = (np.asarray(x, dtype=np.float64) for x in (out, wanted, rows))
     largest = np.abs(rows[:, :, 1]).max(axis=1).repeat(out.shape[0] // rows.shape[0], axis=0)
     return bool((np.abs(out - wanted) <= SUM * 4 * U * largest[:, None]).all())
+
+
+def close_logits(logits: Any, wanted: Any) -> bool:
+    """Whether two float32 logit vectors [V] of one model differ by rounding only, measured at the largest of them."""
+    logits, wanted = (np.asarray(x, dtype=np.float64) for x in (logits, wanted))
+    return bool(np.abs(logits - wanted).max() <= LOGITS * U * np.abs(wanted).max())

@@ -220,7 +220,7 @@ def test_a_manifest_that_cannot_be_written_leaves_the_old_one_and_no_rest(tmp_pa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(MagicpigError, match="o.meta.json: No space left on device") as raised:
+    with pytest.raises(MagicpigError, match=r"o\.meta\.json: No space left on device") as raised:
         write_manifest(path, {"state": "finished"})
     assert "free some space" in raised.value.hint
     assert json.loads(path.read_text()) == {"state": "running"}
