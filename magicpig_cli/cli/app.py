@@ -70,7 +70,11 @@ def _parameters(command: Any, prefix: str = "") -> dict[str, dict[str, Parameter
     for name, sub in getattr(command, "commands", {}).items():
         path = f"{prefix}{name}"
         found[path] = {
-            option.name: Parameter(repeatable=option.nargs != 1 or option.multiple, shared=option.envvar is not None)
+            option.name: Parameter(
+                repeatable=option.nargs != 1 or option.multiple,
+                shared=option.envvar is not None,
+                flag=bool(getattr(option, "is_flag", False)),
+            )
             for option in _options_of(sub)
         }
         found |= _parameters(sub, f"{path} ")

@@ -29,6 +29,7 @@ class Parameter:
 
     repeatable: bool
     shared: bool
+    flag: bool = False  # true or false; any other option takes text, numbers or lists
 
 
 # command (or `group subcommand`) → parameter's name → parameter
@@ -61,7 +62,7 @@ def read_defaults(path: Path, shared: frozenset[str], commands: CommandParameter
         common = {name for name, parameter in parameters.items() if parameter.shared}
         chosen = {key: value for key, value in everywhere.items() if key in common} | own
         defaults[command] = {
-            key: _as_typed(value, repeatable=parameters[key].repeatable)
+            key: _as_typed(path, key, value, parameters[key])
             for key, value in chosen.items()
             if value is not None
         }
@@ -103,9 +104,12 @@ def _check_keys(path: Path, given: Mapping[str, Any], known: frozenset[str], whe
             )
 
 
-def _as_typed(value: Any, *, repeatable: bool) -> Any:
+def _as_typed(path: Path, key: str, value: Any, parameter: Parameter) -> Any:
     """As if typed on the command line, so that one parser reads both. Flags stay what they are."""
-    if repeatable:
+    if isinstance(value, dict) or isinstance(value, bool) != parameter.flag:
+        wanted = "true or false" if parameter.flag else "a value"
+        raise UsageError(f"{path}: {key} is {value!r}, not {wanted}", hint="quote text that looks like something else")
+    if parameter.repeatable:
         return [str(item) for item in value] if isinstance(value, list) else [str(value)]
     if isinstance(value, list):
         return ",".join(map(str, value))

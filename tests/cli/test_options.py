@@ -164,6 +164,9 @@ def test_a_single_stop_in_the_config_file(caught, tmp_path):
         ("chat: 3\n", ["chat must hold options, not 3"]),
         ("- a\n- b\n", ["['a', 'b']"]),
         ("a: [\n", ["not YAML"]),
+        ("K: yes\n", ["K is True, not a value"]),
+        ("context: {a: 1}\n", ["context is {'a': 1}, not a value"]),
+        ("offline: maybe\n", ["offline is 'maybe', not true or false"]),
     ],
 )
 def test_a_wrong_config_file_is_named(caught, tmp_path, capsys, text, words):
