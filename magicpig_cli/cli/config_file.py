@@ -62,9 +62,7 @@ def read_defaults(path: Path, shared: frozenset[str], commands: CommandParameter
         common = {name for name, parameter in parameters.items() if parameter.shared}
         chosen = {key: value for key, value in everywhere.items() if key in common} | own
         defaults[command] = {
-            key: _as_typed(path, key, value, parameters[key])
-            for key, value in chosen.items()
-            if value is not None
+            key: _as_typed(path, key, value, parameters[key]) for key, value in chosen.items() if value is not None
         }
     return defaults
 
