@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+INTERRUPTED = 130  # exit status of a run that Ctrl-C or a signal ended
+
 
 class MagicpigError(Exception):
     """The cause in one line, and optionally what to type next.

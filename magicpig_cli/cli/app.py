@@ -18,11 +18,10 @@ import typer
 import magicpig_cli
 from magicpig_cli.cli.config_file import Parameter, config_path, read_defaults
 from magicpig_cli.cli.options import SHARED_OPTIONS
-from magicpig_cli.errors import MagicpigError, UsageError
+from magicpig_cli.errors import INTERRUPTED, MagicpigError, UsageError
 from magicpig_cli.ui import console
 
 COMMANDS = ("chat", "batch", "bench", "doctor", "models")  # modules of this package; `models` is a group
-INTERRUPTED = 130
 _ASKS_FOR_HELP = frozenset({"-h", "--help", "--version"})
 
 # Typer carries a click of its own since 0.26 and uses the package before; either way this is its error class.

@@ -17,7 +17,7 @@ import typer
 
 from magicpig_cli.cli.options import AsJson, Quiet, command_options
 from magicpig_cli.config import Settings
-from magicpig_cli.errors import MagicpigError, UsageError
+from magicpig_cli.errors import INTERRUPTED, MagicpigError, UsageError
 from magicpig_cli.ui import console
 from magicpig_cli.units import format_seconds
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from magicpig_cli.planner import Plan
 
 SOME_FAILED = 3
-INTERRUPTED = 130
 _SHOWN_ERRORS = 10
 _HISTOGRAM_WIDTH = 40
 

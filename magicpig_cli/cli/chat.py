@@ -14,7 +14,7 @@ import typer
 
 from magicpig_cli.cli.options import AsJson, Quiet, command_options
 from magicpig_cli.config import Settings
-from magicpig_cli.errors import UsageError
+from magicpig_cli.errors import INTERRUPTED, UsageError
 from magicpig_cli.ui import console
 
 _SILENT_S = 3.0
@@ -56,7 +56,7 @@ def chat(
         return
     finished = _one_turn(engine, settings, documents, text, as_json=as_json, quiet=quiet)
     if finished.reason == "interrupted":
-        raise typer.Exit(130)
+        raise typer.Exit(INTERRUPTED)
 
 
 def _one_question(prompt: str | None, documents: list[tuple[str, str]], stdin_taken: bool) -> str | None:
