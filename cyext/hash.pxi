@@ -64,11 +64,12 @@ cdef object _hash_scratch(int threads, int D):
 
 
 def hash_rows(table, int64_t start, int64_t stop, const float[:, :, :, ::1] packed, int K, int L, bias, int threads,
-              uint16_t[:, :, ::1] out):
-    """Codes of the keys in rows [start, stop) into out uint16 [Hkv, L, n]."""
+              uint16_t[:, :, :] out, int first_head):
+    """Codes of the keys in rows [start, stop) into out uint16 [heads, L, n], of the kv heads from first_head on."""
     cdef rows_t rows
     cdef const int64_t[::1] addresses = table.addresses
-    cdef int heads = table.kv_heads
+    cdef int heads = out.shape[0]
+    cdef int64_t plane = out.strides[0] // sizeof(uint16_t), stride = out.strides[1] // sizeof(uint16_t)
     cdef int64_t count = stop - start, parts = (count + HASH_BLOCK - 1) // HASH_BLOCK, item
     cdef HashJob job
     if count == 0 or heads == 0:
@@ -76,23 +77,23 @@ def hash_rows(table, int64_t start, int64_t stop, const float[:, :, :, ::1] pack
     rows.blocks, rows.block_rows = &addresses[0], table.block_rows
     rows.head_dim, rows.wide = table.head_dim, table.wide
     rows.row_bytes = 2 * rows.head_dim * (4 if rows.wide else 2)
-    cdef float[:, :, :, ::1] biases = _packed_bias(bias, heads, K, L)
+    cdef float[:, :, :, ::1] biases = _packed_bias(bias[first_head : first_head + heads], heads, K, L)
     cdef float[:, ::1] scratch = _hash_scratch(threads, rows.head_dim)
     job.panels, job.bias, job.D, job.K, job.L, job.blocks = (
         &packed[0, 0, 0, 0], &biases[0, 0, 0, 0], rows.head_dim, K, L, table_blocks(L))
     threads = _useful(threads, <double>count * heads * job.D * K * L * 0.03)
     for item in prange(heads * parts, nogil=True, schedule="dynamic", num_threads=threads):
-        _hash_stored(&job, &rows, item // parts, start, item % parts * HASH_BLOCK, count, &scratch[threadid(), 0],
-                     &out[0, 0, 0])
+        _hash_stored(&job, &rows, item // parts, first_head, start, item % parts * HASH_BLOCK, count,
+                     &scratch[threadid(), 0], &out[0, 0, 0] + item // parts * plane, stride)
 
 
-cdef void _hash_stored(const HashJob* job, const rows_t* rows, int head, int64_t start, int64_t done, int64_t count,
-                       float* scratch, uint16_t* out) noexcept nogil:
+cdef void _hash_stored(const HashJob* job, const rows_t* rows, int head, int first_head, int64_t start, int64_t done,
+                       int64_t count, float* scratch, uint16_t* out, int64_t table_stride) noexcept nogil:
     cdef row_t at[HASH_BLOCK]
     cdef int n = <int>min(<int64_t>HASH_BLOCK, count - done)
-    rows_from(rows, head, start + done, n, at)
+    rows_from(rows, first_head + head, start + done, n, at)
     _hash_item(job, at, n, rows.wide, head, 0, job.blocks, scratch, <uint32_t*>(scratch + HASH_BLOCK * job.D),
-               out + head * job.L * count + done, count, 1)
+               out + done, table_stride, 1)
 
 
 def hash_queries(const float[:, :, ::1] q, const float[:, :, :, ::1] packed, int K, int L, int threads):

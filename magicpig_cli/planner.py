@@ -16,9 +16,11 @@ from magicpig_cli.config import (
     DEFAULT_LOCAL,
     DEFAULT_SINK,
     INDEX_FROM,
+    JOINED_ROWS,
     MAX_K,
     MAX_L,
     MAX_SEED,
+    TAIL_ROOM,
     TAIL_ROWS,
     AttentionOptions,
     ModelOptions,
@@ -44,19 +46,18 @@ RUNTIME_BYTES = 1 << 30  # Python, torch, activations, logits, projections
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def most_segments(keys: int, flush: int) -> int:
-    """The most segments that an index over `keys` keys can have, however it grew in steps of `flush` keys.
+def most_segments(keys: int) -> int:
+    """The most segments that an index over `keys` keys can have, however it grew and was cut.
 
-    A segment is made of more keys than a tail holds, and neighbours stay apart only if the former is more than twice
-    the latter, or if both together exceed MAX_SEGMENT_ROWS. So the fewest keys that n segments hold are the sum of a
-    doubling row, up to the size of a segment; a longer list consists of such parts.
+    A segment has TAIL_ROWS keys or more, and neighbours stay apart only if the older is more than twice the newer or if
+    both together exceed JOINED_ROWS. So the shortest list rises by doubling up to that size, and goes on with segments
+    of about half of it. (A small one before a large one would be joined with it, unless that exceeds MAX_SEGMENT_ROWS.)
     """
-    sizes = [(TAIL_ROWS // flush + 1) * flush]
-    while 2 * sizes[-1] + flush <= MAX_SEGMENT_ROWS:
-        sizes.append(2 * sizes[-1] + flush)
-    least = list(accumulate(sizes))
-    parts, rest = divmod(keys, least[-1])
-    return parts * len(least) + bisect_right(least, rest)
+    rising = [TAIL_ROWS]
+    while 2 * rising[-1] + 1 <= JOINED_ROWS:
+        rising.append(2 * rising[-1] + 1)
+    beyond = max(0, keys - sum(rising)) // (JOINED_ROWS + 1 - rising[-1])
+    return bisect_right(list(accumulate(rising)), keys) + beyond
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,22 +108,42 @@ class Plan:
         """Keys and values of `rows` tokens in every layer."""
         return self.shape.layers * self.shape.kv_heads * rows * 2 * self.shape.head_dim * _DTYPE_BYTES[self.row_dtype]
 
+    def _indexed_keys(self, tokens: int) -> int:
+        """Keys that are in the index of each sampled layer and KV head."""
+        keys = self.offloaded(tokens)
+        return 0 if keys < INDEX_FROM or (self.mode == "auto" and tokens < self.auto_lsh_from) else keys
+
+    def _segment_bytes(self, rows: int) -> int:
+        """Ids of `rows` rows and offsets of one segment, all KV heads of one layer."""
+        return 2 * self.L * self.shape.kv_heads * (rows + (1 << self.K) + 1)
+
     def index_bytes(self, tokens: int) -> int:
-        """Tables of one sequence at most: 16-bit ids and offsets of its segments, and the codes of the tail.
+        """Tables of one sequence at most: 16-bit ids and offsets of its segments, and room for the codes of the tail.
 
         At most, because one that is read at once has fewer segments than one that grows turn by turn.
         """
-        keys = self.offloaded(tokens)
-        if keys < INDEX_FROM or (self.mode == "auto" and tokens < self.auto_lsh_from):
+        keys = self._indexed_keys(tokens)
+        if not keys:
             return 0
-        segments = most_segments(keys, self.flush)
+        segments = most_segments(keys)
         ids = keys if segments else 0  # fewer are all in the tail
-        per_head = 2 * self.L * (ids + segments * ((1 << self.K) + 1) + TAIL_ROWS)
-        return len(self.sampled_layers) * self.shape.kv_heads * per_head
+        numbers = self.L * self.shape.kv_heads * (ids + segments * ((1 << self.K) + 1) + TAIL_ROOM) + TAIL_ROOM
+        return 2 * len(self.sampled_layers) * numbers
+
+    def growth_bytes(self, tokens: int) -> int:
+        """What an index needs beside itself while it changes: in every layer a segment in the making (decode), in one
+        layer at a time a long one and the codes of one head (prefill)."""
+        keys = self._indexed_keys(tokens)
+        if not keys or not self.sampled_layers:
+            return 0
+        longest = min(keys, MAX_SEGMENT_ROWS)
+        joining = len(self.sampled_layers) * self._segment_bytes(min(keys, JOINED_ROWS))
+        return joining + self._segment_bytes(longest) + 2 * self.L * longest
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Everything that one sequence keeps in host memory."""
-        return self.kv_bytes(tokens) + self.window_bytes() + self.index_bytes(tokens)
+        """Everything that one sequence takes in host memory."""
+        kept = self.kv_bytes(tokens) + self.window_bytes() + self.index_bytes(tokens)
+        return kept + self.growth_bytes(tokens)
 
     def sequences_that_fit(self, tokens: int) -> int:
         """How many sequences of `tokens` can be decoded together: at least 1, at most `max_batch`."""
@@ -289,7 +310,7 @@ def _smaller(draft: Plan, fits: int) -> str:
 
 def _memory_sum(plan: Plan, tokens: int) -> str:
     """`8.0 GiB = 5.0 GiB keys and values + 3.0 GiB index`."""
-    kv, index = plan.kv_bytes(tokens) + plan.window_bytes(), plan.index_bytes(tokens)
+    kv, index = plan.kv_bytes(tokens) + plan.window_bytes(), plan.index_bytes(tokens) + plan.growth_bytes(tokens)
     return f"{format_bytes(kv + index)} = {format_bytes(kv)} keys and values + {format_bytes(index)} index"
 
 

@@ -28,14 +28,18 @@ class Attention:
         """K and V side by side, rounded to the row type: [B, Hkv, T, D] twice → [B, Hkv, T, 2, D]."""
         return torch.stack([key, value], dim=3).to(self._row_dtype)
 
-    def index(self, layer: int, cache: LayerCache, *, new_mean: bool) -> None:
-        """Bring the layer's index up to its store. new_mean: build again where the store has outgrown the old mean."""
+    def build_index(self, layer: int, cache: LayerCache) -> None:
+        """Bring the layer's index up to its store, anew where that has outgrown the old mean (after a prefill)."""
+        if cache.index is not None and cache.index.outgrown:
+            cache.index = None  # before the new one is made, not after: both together would be twice the memory
+        self._index(layer, cache).extend()
+
+    def _index(self, layer: int, cache: LayerCache) -> LshIndex:
+        """The layer's index; one without rows where it had none."""
         assert self._sampler is not None
-        if cache.index is None or (new_mean and cache.index.outgrown):
-            hasher = self._sampler.hasher(layer, cache.spec.head_dim)
-            cache.index = LshIndex(hasher, cache.store, self._threads)
-        else:
-            cache.index.extend()
+        if cache.index is None:
+            cache.index = LshIndex(self._sampler.hasher(layer, cache.spec.head_dim), cache.store, self._threads)
+        return cache.index
 
     def chunk(
         self, cache: LayerCache, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: LogitRule
@@ -56,16 +60,21 @@ class Attention:
         sampled[b]: estimate the offloaded part of sequence b from its index instead of reading all of it.
         """
         queries = q[:, :, 0].float().contiguous()
+        for cache, row in zip(caches, self._rows(key, value), strict=True):
+            cache.append_one(row)
+        store_from = [self._step_index(layer, c) if s else 0 for c, s in zip(caches, sampled, strict=True)]
         with record.stage("window" if all(sampled) else "dense"):
-            for cache, row in zip(caches, self._rows(key, value), strict=True):
-                cache.append_one(row)
-            exact = attend_step(
-                queries, list(caches), [not s for s in sampled], rule, self._threads, self._staging
-            )  # fmt: skip
+            exact = attend_step(queries, list(caches), store_from, rule, self._threads, self._staging)
         picked = [b for b, s in enumerate(sampled) if s]
         if picked:
             exact = self._add_sampled(layer, caches, picked, queries, exact, rule, record)
         return exact.out.to(q.dtype).unsqueeze(1)
+
+    def _step_index(self, layer: int, cache: LayerCache) -> int:
+        """What a decode step does for the index; how many rows it samples from. The mean stays as it is."""
+        index = self._index(layer, cache)
+        index.step()
+        return index.length
 
     def _add_sampled(
         self, layer: int, caches: SequenceOf[LayerCache], picked: list[int], queries: torch.Tensor, window: Partial,
@@ -74,15 +83,14 @@ class Attention:
         """Merge the sampled part of the sequences `picked` into the exact part of all."""
         assert self._sampler is not None
         chosen = [caches[b] for b in picked]
-        for cache in chosen:
-            self.index(layer, cache, new_mean=False)  # fixed while tokens are appended
         everyone = len(picked) == len(caches)
         q = queries if everyone else queries[picked].contiguous()
         middle, counts = self._sampler.attend(layer, q, chosen, rule, record)
         record.sampled[layer], record.offloaded[layer] = [0] * len(caches), [0] * len(caches)
         for b, count, cache in zip(picked, counts, chosen, strict=True):
             record.sampled[layer][b] = count
-            record.offloaded[layer][b] = cache.store.length * q.shape[1]
+            assert cache.index is not None
+            record.offloaded[layer][b] = cache.index.length * q.shape[1]
         with record.stage("merge"):
             near = window if everyone else Partial(window.out[picked], window.lse[picked])
             merged = merge(near, middle)
@@ -91,7 +99,7 @@ class Attention:
                 out[picked], lse[picked] = merged.out, merged.lse
                 merged_all = Partial(out, lse)
         if record.errors is not None:
-            truth = attend_step(q, chosen, [True] * len(chosen), rule, self._threads, self._staging)
+            truth = attend_step(q, chosen, [0] * len(chosen), rule, self._threads, self._staging)
             size = truth.out.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
             record.errors.append((merged.out - truth.out).norm(dim=-1) / size)
         return merged if everyone else merged_all

@@ -89,32 +89,32 @@ def attend_chunk(
     return out.reshape(heads, count, dim).transpose(0, 1).to(q.dtype)
 
 
-def _visible(cache: LayerCache, whole: bool) -> Iterator[torch.Tensor]:
-    """Rows that the newest token sees, as device or host pieces; only the window unless `whole`."""
-    if not whole:
+def _visible(cache: LayerCache, store_from: int) -> Iterator[torch.Tensor]:
+    """Rows that the newest token sees, as device or host pieces; of the store those from `store_from` on."""
+    if store_from >= cache.store.length and cache.spec.window is None:
         yield cache.window.valid
         return
     first = cache.first_visible()
-    for start, piece in cache.pieces(at_most=BLOCK_KEYS * 8):
+    for start, piece in cache.pieces(at_most=BLOCK_KEYS * 8, store_from=store_from):
         if start + piece.shape[1] > first:
             yield piece[:, max(0, first - start) :]
 
 
 def attend_step(
-    q: torch.Tensor, caches: list[LayerCache], whole: list[bool], rule: LogitRule, threads: int, staging: Staging
+    q: torch.Tensor, caches: list[LayerCache], store_from: list[int], rule: LogitRule, threads: int, staging: Staging
 ) -> Partial:
     """Attention of one new token per sequence (decode).
 
-    q: float32 [B, H, D]; whole[b]: attend to everything the token sees, else to the window alone.
+    q: float32 [B, H, D]; of what the token sees in the store of sequence b, only rows from store_from[b] on.
     """
     if q.device.type == "cpu":
-        runs = [cache.runs(store=full) for cache, full in zip(caches, whole, strict=True)]
+        runs = [cache.runs(start) for cache, start in zip(caches, store_from, strict=True)]
         done = kernels.exact_attend(as_array(q), runs, scale=rule.scale, softcap=rule.softcap, threads=threads)
         return Partial(torch.from_numpy(done.out), torch.from_numpy(done.lse))
     outs, sums = [], []
-    for row, cache, full in zip(q, caches, whole, strict=True):
+    for row, cache, start in zip(q, caches, store_from, strict=True):
         softmax = _OnlineSoftmax(row.reshape(cache.spec.kv_heads, -1, row.shape[-1]), rule)
-        for piece in _visible(cache, full):
+        for piece in _visible(cache, start):
             softmax.add(staging.to_device(piece))
         out, lse = softmax.result()
         outs.append(out.reshape(row.shape))

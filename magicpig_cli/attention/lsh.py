@@ -49,16 +49,21 @@ class LshHasher:
         """What the mean contributes to each projection: float32 [Hkv, D] → [Hkv, L·K]."""
         return self._projection.bias(mean)
 
-    def codes(self, store: RowStore, start: int, stop: int, bias: np.ndarray) -> np.ndarray:
-        """Codes of stored rows [start, stop), centred: uint16 [Hkv, L, n]."""
+    def codes(
+        self, store: RowStore, start: int, stop: int, bias: np.ndarray, out: np.ndarray, first_head: int = 0
+    ) -> None:
+        """Codes of stored rows [start, stop), centred, into out uint16 [heads, L, n], of heads from first_head on."""
         if self._staging.device.type == "cpu":
-            return kernels.hash_rows(store.table, start, stop, self._projection, bias, threads=self._threads)
-        offset = self._staging.to_device(torch.from_numpy(bias)).unsqueeze(1)
-        parts = []
+            kernels.hash_rows(store.table, start, stop, self._projection, bias, self._threads, out, first_head)
+            return
+        heads = slice(first_head, first_head + out.shape[0])
+        offset = self._staging.to_device(torch.from_numpy(bias[heads])).unsqueeze(1)
+        done = 0
         for rows in store.views(start, stop, at_most=_HASH_ROWS):
-            keys = self._staging.to_device(rows)[:, :, 0].float()
-            parts.append(self._pack_on_device(keys @ self._device_matrix - offset))
-        return np.ascontiguousarray(np.concatenate(parts, axis=1).transpose(0, 2, 1))
+            keys = self._staging.to_device(rows[heads])[:, :, 0].float()
+            codes = self._pack_on_device(keys @ self._device_matrix - offset)
+            out[:, :, done : done + rows.shape[1]] = codes.transpose(0, 2, 1)
+            done += rows.shape[1]
 
     def query_codes(self, q: torch.Tensor) -> np.ndarray:
         """Codes of queries float32 [B, H, D], never centred: uint16 [B, H, L]."""

@@ -7,30 +7,17 @@ slabs and need no bookkeeping: a slab's memory goes back to the system when the 
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from typing import Any
 
 import numpy as np
 
-_HUGE_PAGE_BYTES = 2 << 20
+from magicpig_cli.kernels.memory import aligned_bytes
+
 _BLOCKS_PER_SLAB = 32
 _NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(np.uint16),  # as its bits
 }
-
-
-def _aligned_bytes(size: int) -> np.ndarray:
-    """`size` zero bytes starting at a multiple of 2 MiB, committed when first touched."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    area = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=flags)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without transparent huge pages: 4 KiB pages work too
-            area.madvise(mmap.MADV_HUGEPAGE)
-    raw = np.frombuffer(area, dtype=np.uint8)
-    skip = -raw.ctypes.data % _HUGE_PAGE_BYTES
-    return raw[skip : skip + size]
 
 
 class BlockPool:
@@ -47,7 +34,7 @@ class BlockPool:
     def take(self) -> np.ndarray:
         """A fresh zeroed block [Hkv, block_rows, 2, D]: float32, or uint16 holding bfloat16 bits."""
         if self._slab is None or self._next == _BLOCKS_PER_SLAB:
-            self._slab = _aligned_bytes(self.block_bytes * _BLOCKS_PER_SLAB)
+            self._slab = aligned_bytes(self.block_bytes * _BLOCKS_PER_SLAB)
             self._next = 0
         start = self._next * self.block_bytes
         self._next += 1

@@ -1,12 +1,17 @@
 """LSH tables over the stored rows of one layer and sequence (paper section 4.2; DESIGN.md, "Cache").
 
 Rows are hashed as stored, centred on one mean per KV head that stays fixed while tokens are appended. The index is a
-list of segments (tables by counting sort, uint16 ids) followed by a tail of codes that are compared one by one until
-there are enough for a segment. Segments of similar size are merged, so a long generation keeps few of them.
+list of segments (tables by counting sort, uint16 ids) followed by a tail of codes that are compared one by one. It
+covers rows [0, length); what is stored beyond that is attended exactly, so it may always lag behind.
+
+A prefill brings it up at once (`extend`). A decode step does little (`step`): it hashes a few rows, or makes a few
+tables of the segment that will take the place of a full tail and of the small segments before it. Meanwhile these are
+read as before, so what is sampled never depends on how far that has come (docs/decisions/004-index-growth.md).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -14,9 +19,31 @@ import torch
 
 from magicpig_cli import kernels
 from magicpig_cli.cache.store import RowStore
-from magicpig_cli.config import TAIL_ROWS
+from magicpig_cli.config import JOINED_ROWS, TAIL_ROOM, TAIL_ROWS
+from magicpig_cli.kernels import Segment
 
 REBUILD_GROWTH = 1.25  # after a prefill that grew the offloaded part by more than a quarter: new mean
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSizes:
+    """How an index grows, in rows."""
+
+    tail: int = TAIL_ROWS  # a tail of so many becomes a segment
+    room: int = TAIL_ROOM  # the longest tail, while that is under way
+    joined: int = JOINED_ROWS  # the longest segment that decode steps make of smaller ones
+    segment: int = kernels.MAX_SEGMENT_ROWS  # the longest that a prefill makes
+    hashed: int = 4  # rows hashed per step: a tile of the hash kernel; fewer would not be cheaper
+    sorted: int = 48  # ids per table and step, on average, that a segment in the making advances by
+    join_steps: int = 512  # but at least so fast that it is ready in so many steps
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.tail <= self.room <= min(2 * self.tail, kernels.MAX_TAIL_ROWS):
+            raise ValueError(f"room: want from {self.tail} to twice that, got {self.room}")
+        if not self.room <= self.joined < self.segment <= kernels.MAX_SEGMENT_ROWS:
+            raise ValueError(
+                f"joined, segment: want them to ascend from {self.room}, got {self.joined}, {self.segment}"
+            )
 
 
 class Hasher(Protocol):
@@ -27,8 +54,10 @@ class Hasher(Protocol):
 
     def bias(self, mean: np.ndarray) -> np.ndarray: ...
 
-    def codes(self, store: RowStore, start: int, stop: int, bias: np.ndarray) -> np.ndarray:
-        """uint16 [Hkv, L, stop − start]."""
+    def codes(
+        self, store: RowStore, start: int, stop: int, bias: np.ndarray, out: np.ndarray, first_head: int = 0
+    ) -> None:
+        """Codes of rows [start, stop) into out uint16 [heads, L, n], of the KV heads from first_head on."""
         ...
 
 
@@ -42,33 +71,57 @@ def mean_key(store: RowStore) -> np.ndarray:
     return (total / store.length).to(torch.float32).numpy()
 
 
-class LshIndex:
-    """Tables over rows [0, length) of one store."""
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What is sampled from. Replaced as a whole, so that an interrupt leaves the index before or after a change."""
 
-    def __init__(self, hasher: Hasher, store: RowStore, threads: int) -> None:
-        """Build over everything stored, with the mean of it."""
+    segments: tuple[Segment, ...] = ()
+    tail_at: int = 0  # column of the tail's memory in which its first row stands
+    tail_rows: int = 0
+
+    @property
+    def sealed(self) -> int:
+        return self.segments[-1].start + self.segments[-1].n if self.segments else 0
+
+    @property
+    def length(self) -> int:
+        return self.sealed + self.tail_rows
+
+
+class LshIndex:
+    """Tables over rows [0, length) of one store; none at first."""
+
+    def __init__(self, hasher: Hasher, store: RowStore, threads: int, sizes: IndexSizes | None = None) -> None:
+        """Centred on the mean of everything that is stored now."""
+        self.sizes = sizes or IndexSizes()
         self._hasher = hasher
         self._store = store
         self._threads = threads
         self.mean = mean_key(store)  # float32 [Hkv, D]
         self._bias = hasher.bias(self.mean)  # float32 [Hkv, L·K]
         self.built = store.length  # rows behind the mean
-        self.segments: list[kernels.Segment] = []
-        self._tail = np.zeros((self.mean.shape[0], hasher.L, TAIL_ROWS), dtype=np.uint16)
-        self._tail_rows = 0
-        self.extend()
+        self._now = _Content()
+        self._tail = np.zeros(self._heads * hasher.L * self.sizes.room + self.sizes.room, dtype=np.uint16)
+        self._joining: kernels.Joining | None = None
+        self._join_first = 0  # segments from here on go into it
+        self._join_steps = 0  # steps that it has had
+
+    @property
+    def _heads(self) -> int:
+        return self.mean.shape[0]
 
     @property
     def length(self) -> int:
-        """Rows that the index covers."""
-        return self._sealed + self._tail_rows
+        """Rows that are sampled from; those stored beyond are to be attended exactly."""
+        return self._now.length
 
     @property
-    def _sealed(self) -> int:
-        return self.segments[-1].start + self.segments[-1].n if self.segments else 0
+    def segments(self) -> tuple[Segment, ...]:
+        return self._now.segments
 
     @property
     def nbytes(self) -> int:
+        """Of segments and tail. A segment in the making comes on top for a while: `Plan.growth_bytes`."""
         return sum(segment.nbytes for segment in self.segments) + self._tail.nbytes
 
     @property
@@ -76,40 +129,140 @@ class LshIndex:
         """Whether the store has grown so much that the mean should be taken again."""
         return self._store.length > self.built * REBUILD_GROWTH
 
+    def _tail_codes(self, at: int) -> np.ndarray:
+        """uint16 [Hkv, L, room], its first row in column `at`: moving that frees rows without copying the others.
+
+        With at > 0 the last `at` rows of a table are the first of the next one, and never valid ones.
+        """
+        size = self._heads * self._hasher.L * self.sizes.room
+        return self._tail[at : at + size].reshape(self._heads, self._hasher.L, self.sizes.room)
+
     def sampled_rows(self) -> kernels.SampledRows:
         """What the kernels sample from."""
-        tail = kernels.Tail(self._sealed, self._tail, self._tail_rows) if self._tail_rows else None
-        return kernels.SampledRows(self._store.table, self.mean, self.segments, tail)
+        now = self._now
+        tail = kernels.Tail(now.sealed, self._tail_codes(now.tail_at), now.tail_rows) if now.tail_rows else None
+        return kernels.SampledRows(self._store.table, self.mean, now.segments, tail)
+
+    # --- one decode step ---
+
+    def step(self) -> None:
+        """Take in few of the rows that are not covered yet, and go on with the segment in the making."""
+        self._hash(min(self.sizes.hashed, self.sizes.room - self._now.tail_rows, self._store.length - self.length))
+        if self._joining is None and self._now.tail_rows >= self.sizes.tail:
+            self._begin_join()
+        if self._joining is not None:
+            self._join_steps += 1
+            self._advance_join(self._due(self._joining) - self._joining.done)
+
+    def _hash(self, count: int) -> None:
+        """Take the next `count` rows into the tail."""
+        if count <= 0:
+            return
+        now, start = self._now, self.length
+        out = self._tail_codes(now.tail_at)[:, :, now.tail_rows : now.tail_rows + count]
+        self._hasher.codes(self._store, start, start + count, self._bias, out)
+        self._now = replace(now, tail_rows=now.tail_rows + count)
+
+    def _begin_join(self) -> None:
+        """Start to make a segment of the tail and of the segments before it that are not much larger."""
+        rows = self._now.tail_rows
+        self._join_first = self._first_of_a_size(self.segments, rows, self.sizes.joined)
+        self._join_steps = 0
+        self._joining = self._new_segment(self.segments[self._join_first :], rows)
+
+    def _due(self, joining: kernels.Joining) -> int:
+        """Tables that should be made after so many steps: a function of the steps alone."""
+        buckets = 1 << self._hasher.K
+        cost = joining.n + 2 * buckets * (1 + len(joining.parts))  # of one table, in ids: a bucket costs about two
+        pace = max(self.sizes.sorted, -(-cost // self.sizes.join_steps))
+        return min(joining.items, joining.items * pace * self._join_steps // cost)
+
+    def _advance_join(self, tables: int) -> None:
+        assert self._joining is not None
+        joining, now = self._joining, self._now
+        joining.advance(tables, self._tail_codes(now.tail_at), self._threads)
+        if joining.finished:
+            segments = (*now.segments[: self._join_first], joining.segment())
+            self._now = _Content(segments, now.tail_at + joining.rows, now.tail_rows - joining.rows)
+            self._joining = None
+            self._to_front()
+
+    def _to_front(self) -> None:
+        """Move the tail to the start of its memory, where the rows have gone that are in a segment now."""
+        now = self._now
+        rows = now.tail_rows  # at most tail_at, so nothing that is valid is overwritten
+        self._tail_codes(0)[:, :, :rows] = self._tail_codes(now.tail_at)[:, :, :rows]
+        self._now = _Content(now.segments, 0, rows)
+
+    # --- all at once ---
 
     def extend(self) -> None:
-        """Take in the rows that were stored since."""
-        while self.length < self._store.length:
-            room = kernels.MAX_SEGMENT_ROWS - self._tail_rows
-            step = min(self._store.length - self.length, room)
-            codes = self._hasher.codes(self._store, self.length, self.length + step, self._bias)
-            if self._tail_rows + step <= TAIL_ROWS:
-                self._tail[:, :, self._tail_rows : self._tail_rows + step] = codes
-                self._tail_rows += step
+        """Take in all rows that were stored since, and finish what is in the making."""
+        if self._joining is not None:
+            self._advance_join(self._joining.items)
+        while missing := self._store.length - self.length:
+            count = min(missing, self.sizes.segment - self._now.tail_rows)
+            if self._now.tail_rows + count <= self.sizes.tail:
+                self._hash(count)
             else:
-                self._seal(np.concatenate([self._tail[:, :, : self._tail_rows], codes], axis=2))
+                self._seal(count)
 
-    def _seal(self, codes: np.ndarray) -> None:
-        """Turn codes [Hkv, L, n] of the rows after the last segment into a segment, and merge what is of a size."""
-        segment = kernels.build_segment(np.ascontiguousarray(codes), self._hasher.K, self._sealed, self._threads)
-        self._tail_rows = 0
-        while self.segments:
-            last = self.segments[-1]
-            if last.n > 2 * segment.n or last.n + segment.n > kernels.MAX_SEGMENT_ROWS:
-                break
-            segment = kernels.merge_segments(self.segments.pop(), segment, self._threads)
-        self.segments.append(segment)
+    def _seal(self, count: int) -> None:
+        """A segment of the tail, the next `count` rows, and the segments before that are not much larger.
+
+        Head by head: the codes of one head are all the memory that is needed beside the segment itself.
+        """
+        now = self._now
+        rows, L = now.tail_rows + count, self._hasher.L
+        first = self._first_of_a_size(now.segments, rows, self.sizes.segment)
+        joining = self._new_segment(now.segments[first:], rows)
+        codes = np.empty((1, L, rows), dtype=np.uint16)
+        for head in range(self._heads):
+            codes[0, :, : now.tail_rows] = self._tail_codes(now.tail_at)[head, :, : now.tail_rows]
+            fresh = codes[:, :, now.tail_rows :]
+            self._hasher.codes(self._store, now.length, now.length + count, self._bias, fresh, head)
+            joining.advance(L, codes, self._threads, codes_from=head * L)
+        self._now = _Content((*now.segments[:first], joining.segment()))
+
+    def _new_segment(self, parts: tuple[Segment, ...], rows: int) -> kernels.Joining:
+        start = parts[0].start if parts else self._now.sealed
+        return kernels.Joining(
+            parts, rows, kv_heads=self._heads, K=self._hasher.K, L=self._hasher.L, start=start
+        )  # fmt: skip
+
+    @staticmethod
+    def _first_of_a_size(segments: tuple[Segment, ...], rows: int, limit: int) -> int:
+        """From which segment on they go into one of `rows` rows after them: each at most twice what follows it."""
+        first = len(segments)
+        while first and segments[first - 1].n <= min(2 * rows, limit - rows):
+            first -= 1
+            rows += segments[first].n
+        return first
 
     def truncate(self, length: int) -> None:
         """Forget the rows from `length` on."""
         self.built = min(self.built, length)  # so that other text after a cut gets a mean of its own
-        self._tail_rows = max(0, min(self._tail_rows, length - self._sealed))
-        while self.segments and self.segments[-1].start >= length:
-            self.segments.pop()
-        if self.segments and self._sealed > length:
-            last = self.segments.pop()
-            self.segments.append(kernels.truncate_segment(last, length - last.start, self._threads))
+        if self._joining is not None and length < self._joining.stop:
+            self._joining = None
+        now = self._now
+        if length >= now.length:
+            return
+        if length >= now.sealed:
+            self._now = replace(now, tail_rows=length - now.sealed)
+            return
+        kept = tuple(segment for segment in now.segments if segment.start + segment.n <= length)
+        self._now = _Content(kept)
+        if self.length < length:
+            cut = next(segment for segment in now.segments if segment.start == self.length)
+            self._add_cut(kernels.truncate_segment(cut, length - cut.start, self._threads))
+
+    def _add_cut(self, cut: Segment) -> None:
+        """Take back what is left of a segment: as a tail if it is no longer than one, else joined with its neighbours."""
+        kept = self.segments
+        if cut.n <= self.sizes.tail:
+            self._tail_codes(0)[:, :, : cut.n] = kernels.segment_codes(cut)
+            self._now = _Content(kept, 0, cut.n)
+        else:
+            first = self._first_of_a_size(kept, cut.n, self.sizes.segment)
+            merged = kernels.merge_segments((*kept[first:], cut), self._threads)
+            self._now = _Content((*kept[:first], merged))

@@ -88,8 +88,8 @@ class LayerCache:
         """First position that the newest token attends to (0, or later under a sliding window)."""
         return 0 if self.spec.window is None else max(0, self.length - self.spec.window)
 
-    def runs(self, *, store: bool = True) -> list[Run]:
-        """What the newest token attends to, as runs of rows for the kernels: sink, store, recent."""
+    def runs(self, store_from: int = 0) -> list[Run]:
+        """What the newest token attends to, as runs of rows for the kernels: sink, recent, store from a row on."""
         first, sink, boundary = (
             self.first_visible(),
             min(self.shape.sink, self.length),
@@ -98,17 +98,19 @@ class LayerCache:
         table = self.window.table
         assert table is not None, "the kernels read windows in host memory only"
         runs = [(table, min(first, sink), sink), (table, sink + max(0, first - boundary), self.window.used)]
-        if store and self.store.length:
-            runs.append((self.store.table, max(0, first - self.shape.sink), self.store.length))
+        runs.append((self.store.table, max(store_from, first - self.shape.sink), self.store.length))
         return [run for run in runs if run[1] < run[2]]
 
-    def pieces(self, at_most: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Everything held, as (position of the first row, rows [Hkv, ≤ at_most, 2, D]) in order of position."""
+    def pieces(self, at_most: int, store_from: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+        """What is held, as (position of the first row, rows [Hkv, ≤ at_most, 2, D]) in order of position.
+
+        Of the store only the rows from `store_from` on.
+        """
         sink = min(self.shape.sink, self.length)
         if sink:
             yield 0, self.window.rows[:, :sink]
-        position = self.shape.sink
-        for rows in self.store.views(0, self.store.length, at_most):
+        position = self.shape.sink + store_from
+        for rows in self.store.views(store_from, self.store.length, at_most):
             yield position, rows
             position += rows.shape[1]
         if self.window.used > sink:

@@ -104,7 +104,7 @@ class ModelRunner:
         if self.samples(sequence, mode):
             for layer, cache in enumerate(sequence.layers):
                 if self._indexed(layer):
-                    self._attention.index(layer, cache, new_mean=True)
+                    self._attention.build_index(layer, cache)
 
     def decode(
         self, sequences: list[Sequence], tokens: list[int], mode: str | None = None, measure_error: bool = False

@@ -15,6 +15,7 @@ from magicpig_cli.kernels.rows import RowTable, RowType, widen
 from magicpig_cli.kernels.segment import (
     MAX_SEGMENT_ROWS,
     MAX_TAIL_ROWS,
+    Joining,
     Segment,
     Tail,
     build_segment,
@@ -27,6 +28,7 @@ __all__ = [
     "MAX_SEGMENT_ROWS",
     "MAX_TAIL_ROWS",
     "Attended",
+    "Joining",
     "Projection",
     "RowTable",
     "RowType",

@@ -20,6 +20,15 @@ def want_array(name: str, array: Any, dtype: type, axes: str, sizes: tuple[int |
     _refuse(name, array, dtype, axes, sizes, kind)  # apart, because words cost more than the check
 
 
+def want_strided(name: str, array: Any, dtype: type, axes: str, sizes: tuple[int | None, ...]) -> None:
+    """Require an array of `dtype` with `sizes` (None = any) that is contiguous along its last axis."""
+    if isinstance(array, np.ndarray) and array.dtype == dtype and array.flags.aligned:
+        close = array.strides[-1] == array.itemsize or array.shape[-1] <= 1 or array.size == 0
+        if _fits(array.shape, sizes) and close and all(stride % array.itemsize == 0 for stride in array.strides):
+            return
+    _refuse(name, array, dtype, axes, sizes, "")
+
+
 def _fits(shape: tuple[int, ...], sizes: tuple[int | None, ...]) -> bool:
     if len(shape) != len(sizes):
         return False

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from magicpig_cli.kernels import isa
-from magicpig_cli.kernels.checks import want_array, want_int, want_queries
+from magicpig_cli.kernels.checks import want_array, want_int, want_queries, want_strided
 from magicpig_cli.kernels.rows import RowTable, want_run
 from magicpig_cli.kernels.segment import want_hash_shape
 
@@ -53,8 +53,13 @@ def hash_rows(
     bias: np.ndarray | None,
     threads: int,
     out: np.ndarray | None = None,
+    first_head: int = 0,
 ) -> np.ndarray:
-    """Codes uint16 [Hkv, L, stop − start] of the keys in rows [start, stop), centred by `bias` float32 [Hkv, L·K]."""
+    """Codes uint16 [Hkv, L, stop − start] of the keys in rows [start, stop), centred by `bias` float32 [Hkv, L·K].
+
+    They are written to `out` uint16 [heads, L, n], where it is given: contiguous within a table, for as many kv heads
+    as it has, from `first_head` on.
+    """
     want_run("rows", table, start, stop)
     want_int("threads", threads, 1)
     if projection.head_dim != table.head_dim:
@@ -63,11 +68,13 @@ def hash_rows(
     if bias is None:
         bias = np.zeros((table.kv_heads, columns), dtype=np.float32)
     want_array("bias", bias, np.float32, "Hkv, L·K", (table.kv_heads, columns))
-    shape = (table.kv_heads, projection.L, stop - start)
     if out is None:
-        out = np.empty(shape, dtype=np.uint16)
-    want_array("out", out, np.uint16, "Hkv, L, n", shape)
-    isa.backend().hash_rows(table, start, stop, projection.packed(), projection.K, projection.L, bias, threads, out)
+        out = np.empty((table.kv_heads, projection.L, stop - start), dtype=np.uint16)
+    want_strided("out", out, np.uint16, "heads, L, n", (None, projection.L, stop - start))
+    want_int("first_head", first_head, 0, table.kv_heads - out.shape[0])
+    isa.backend().hash_rows(
+        table, start, stop, projection.packed(), projection.K, projection.L, bias, threads, out, first_head
+    )
     return out
 
 

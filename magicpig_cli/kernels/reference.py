@@ -55,13 +55,14 @@ def hash_rows(
     bias: np.ndarray,
     threads: int,
     out: np.ndarray,
+    first_head: int,
 ) -> None:
-    """Codes of the keys in rows [start, stop) into out uint16 [Hkv, L, n]."""
+    """Codes of the keys in rows [start, stop) into out uint16 [heads, L, n], of the kv heads from first_head on."""
     for first in range(start, stop, _CHUNK_ROWS):
         last = min(first + _CHUNK_ROWS, stop)
         keys = table.read(first, last)[:, :, 0]
-        for h in range(table.kv_heads):
-            out[h, :, first - start : last - start] = _codes(keys[h], packed, bias[h], K, L).T
+        for at, h in enumerate(range(first_head, first_head + out.shape[0])):
+            out[at, :, first - start : last - start] = _codes(keys[h], packed, bias[h], K, L).T
 
 
 def hash_queries(q: np.ndarray, packed: np.ndarray, K: int, L: int, threads: int) -> np.ndarray:
@@ -73,35 +74,48 @@ def hash_queries(q: np.ndarray, packed: np.ndarray, K: int, L: int, threads: int
 # --- tables --------------------------------------------------------------------------------------------------------
 
 
-def build_segment(codes: np.ndarray, K: int, threads: int) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets uint16 [Hkv, L, 2**K + 1] and ids uint16 [Hkv, L, n]: a stable sort of every table by code."""
-    heads, L, _ = codes.shape
-    offsets = np.zeros((heads, L, 2**K + 1), dtype=np.uint16)
-    for h in range(heads):
-        for table in range(L):
-            offsets[h, table, 1:] = np.cumsum(np.bincount(codes[h, table], minlength=2**K))
-    return offsets, np.argsort(codes, axis=2, kind="stable").astype(np.uint16)
+def join(
+    parts: Sequence[Segment],
+    codes: np.ndarray,
+    rows: int,
+    first: int,
+    last: int,
+    codes_from: int,
+    offsets: np.ndarray,
+    ids: np.ndarray,
+    threads: int,
+) -> None:
+    """Tables [first, last), counted over heads, of segments and further rows: a stable sort of all codes by value."""
+    L, K = ids.shape[1], (offsets.shape[2] - 1).bit_length() - 1
+    for item in range(first, last):
+        h, table = divmod(item, L)
+        at = divmod(item - codes_from, L)
+        known = [_table_codes(part, h, table) for part in parts]
+        everything = np.concatenate([*known, *([codes[at][:rows]] if rows else [])])
+        offsets[h, table] = np.concatenate([[0], np.cumsum(np.bincount(everything, minlength=2**K))])
+        ids[h, table] = np.argsort(everything, kind="stable")
 
 
-def segment_codes(segment: Segment) -> np.ndarray:
-    """uint16 [Hkv, L, n]: the bucket in which each id stands."""
-    codes = np.empty_like(segment.ids)
-    buckets = np.arange(2**segment.K, dtype=np.uint16)
-    for h in range(codes.shape[0]):
-        for table in range(segment.L):
-            sizes = np.diff(segment.offsets[h, table].astype(np.int64))
-            codes[h, table, segment.ids[h, table]] = np.repeat(buckets, sizes)
+def _table_codes(segment: Segment, h: int, table: int) -> np.ndarray:
+    """uint16 [n]: the bucket in which each id of a table stands."""
+    codes = np.empty(segment.n, dtype=np.uint16)
+    sizes = np.diff(segment.offsets[h, table].astype(np.int64))
+    codes[segment.ids[h, table]] = np.repeat(np.arange(2**segment.K, dtype=np.uint16), sizes)
     return codes
 
 
-def merge_segments(a: Segment, b: Segment, threads: int) -> tuple[np.ndarray, np.ndarray]:
-    """By definition: the tables over the codes of both."""
-    return build_segment(np.concatenate([segment_codes(a), segment_codes(b)], axis=2), a.K, threads)
+def segment_codes(segment: Segment) -> np.ndarray:
+    """uint16 [Hkv, L, n]."""
+    heads, L, _ = segment.ids.shape
+    return np.stack([np.stack([_table_codes(segment, h, table) for table in range(L)]) for h in range(heads)])
 
 
 def truncate_segment(segment: Segment, n: int, threads: int) -> tuple[np.ndarray, np.ndarray]:
     """By definition: the tables over the first n codes."""
-    return build_segment(segment_codes(segment)[:, :, :n], segment.K, threads)
+    codes = segment_codes(segment)[:, :, :n]
+    offsets, ids = np.empty_like(segment.offsets), np.empty_like(codes)
+    join((), codes, n, 0, codes.shape[0] * codes.shape[1], 0, offsets, ids, threads)
+    return offsets, ids
 
 
 # --- attention -----------------------------------------------------------------------------------------------------

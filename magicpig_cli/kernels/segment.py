@@ -6,13 +6,15 @@ are compared one by one. All operations here are exact: whichever way a segment 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from magicpig_cli.config import MAX_K
 from magicpig_cli.kernels import isa
-from magicpig_cli.kernels.checks import MAX_TABLES, want_array, want_int
+from magicpig_cli.kernels.checks import MAX_TABLES, want_array, want_int, want_strided
+from magicpig_cli.kernels.memory import large_array
 
 MAX_SEGMENT_ROWS = 65_472  # a multiple of 64, below 2**16
 MAX_TAIL_ROWS = 4_096
@@ -55,31 +57,90 @@ def want_hash_shape(K: int, L: int) -> None:
     want_int("L", L, 2, MAX_TABLES)
 
 
+class Joining:
+    """A segment in the making: neighbouring segments and the rows after them, a few tables at a time.
+
+    Nothing else changes while it is made, so it can be spread over many steps or dropped half-way.
+    """
+
+    def __init__(self, parts: Sequence[Segment], rows: int, *, kv_heads: int, K: int, L: int, start: int) -> None:
+        """Of `parts`, in order and without a gap, and `rows` rows after them; the first row of all is `start`."""
+        want_hash_shape(K, L)
+        want_int("start", start, 0)
+        end = start
+        for part in parts:
+            if (part.K, part.L, part.ids.shape[0]) != (K, L, kv_heads):
+                raise ValueError(
+                    f"segments: want K, L, Hkv = {(K, L, kv_heads)}, got {(part.K, part.L, part.ids.shape[0])}"
+                )
+            if part.start != end:
+                raise ValueError(f"segments: want neighbours, got one from {part.start} after row {end}")
+            end += part.n
+        want_int("segment rows", end - start + rows, 1, MAX_SEGMENT_ROWS)
+        self.parts, self.rows = tuple(parts), rows
+        self.items = kv_heads * L  # tables of all kv heads, h·L + l
+        self.done = 0
+        self._segment = Segment(
+            start, end - start + rows, K, L,
+            large_array((kv_heads, L, (1 << K) + 1), np.uint16), large_array((kv_heads, L, end - start + rows), np.uint16),
+        )  # fmt: skip
+
+    @property
+    def n(self) -> int:
+        """Rows of the segment."""
+        return self._segment.n
+
+    @property
+    def stop(self) -> int:
+        """The row after its last."""
+        return self._segment.start + self._segment.n
+
+    @property
+    def finished(self) -> bool:
+        return self.done == self.items
+
+    def advance(self, items: int, codes: np.ndarray, threads: int, codes_from: int = 0) -> None:
+        """Make up to `items` further tables.
+
+        codes: uint16 [heads, L, ≥ rows], contiguous within a table, of the heads from table `codes_from` on.
+        """
+        want_int("items", items, 0)
+        want_int("threads", threads, 1)
+        want_strided("codes", codes, np.uint16, "heads, L, rows", (None, self._segment.L, None))
+        want_int("rows of codes", codes.shape[2], self.rows)
+        last = min(self.done + items, codes_from + codes.shape[0] * codes.shape[1])
+        want_int("table of the codes", codes_from, 0, self.done)
+        if last > self.done:
+            isa.backend().join(
+                self.parts, codes, self.rows, self.done, last, codes_from, self._segment.offsets, self._segment.ids, threads
+            )  # fmt: skip
+            self.done = last
+
+    def segment(self) -> Segment:
+        """What was made, once it is finished."""
+        if not self.finished:
+            raise ValueError(f"segment: want {self.items} tables made, got {self.done}")
+        return self._segment
+
+
 def build_segment(codes: np.ndarray, K: int, start: int, threads: int) -> Segment:
     """Tables over n rows with codes uint16 [Hkv, L, n], each < 2**K; the first of them is row `start`."""
     want_array("codes", codes, np.uint16, "Hkv, L, n", (None, None, None))
-    want_hash_shape(K, codes.shape[1])
-    want_int("segment rows", codes.shape[2], 1, MAX_SEGMENT_ROWS)
-    want_int("start", start, 0)
-    want_int("threads", threads, 1)
+    heads, L, n = codes.shape
+    joining = Joining((), n, kv_heads=heads, K=K, L=L, start=start)
     if codes.size and int(codes.max()) >> K:
         raise ValueError(f"codes: want {K}-bit codes, got {int(codes.max())}")
-    offsets, ids = isa.backend().build_segment(codes, K, threads)
-    return Segment(start, codes.shape[2], K, codes.shape[1], offsets, ids)
+    joining.advance(joining.items, codes, threads)
+    return joining.segment()
 
 
-def merge_segments(a: Segment, b: Segment, threads: int) -> Segment:
-    """One segment over the rows of both; equals `build_segment` of their codes side by side."""
-    want_int("threads", threads, 1)
-    if (a.K, a.L, a.ids.shape[0]) != (b.K, b.L, b.ids.shape[0]):
-        raise ValueError(
-            f"segments: want one K, L, Hkv, got {(a.K, a.L, a.ids.shape[0])}, {(b.K, b.L, b.ids.shape[0])}"
-        )
-    if b.start != a.start + a.n:
-        raise ValueError(f"segments: want neighbours, got one that ends at {a.start + a.n} and one from {b.start}")
-    want_int("segment rows", a.n + b.n, 1, MAX_SEGMENT_ROWS)
-    offsets, ids = isa.backend().merge_segments(a, b, threads)
-    return Segment(a.start, a.n + b.n, a.K, a.L, offsets, ids)
+def merge_segments(parts: Sequence[Segment], threads: int) -> Segment:
+    """One segment over the rows of neighbours; equals `build_segment` of their codes side by side."""
+    a = parts[0]
+    heads = a.ids.shape[0]
+    joining = Joining(parts, 0, kv_heads=heads, K=a.K, L=a.L, start=a.start)
+    joining.advance(joining.items, np.empty((heads, a.L, 0), dtype=np.uint16), threads)
+    return joining.segment()
 
 
 def truncate_segment(segment: Segment, n: int, threads: int) -> Segment:

@@ -60,7 +60,7 @@ def test_step_equals_softmax_over_what_is_seen(window, softcap):
     layers = [layer(n, window, seed=n) for n in lengths]
     q = torch.randn(len(lengths), HKV * G, D, generator=torch.Generator().manual_seed(2)) * 3
     rule = LogitRule(D**-0.5, softcap)
-    done = attend_step(q, [cache for cache, _ in layers], [True] * len(layers), rule, 1, Staging(CPU))
+    done = attend_step(q, [cache for cache, _ in layers], [0] * len(layers), rule, 1, Staging(CPU))
     for row, out, (_, rows) in zip(q, done.out, layers, strict=True):
         seen = rows if window is None else rows[:, -window:]
         assert close_attention(out[:, None], truth(row[:, None], seen, rule), seen)
@@ -70,7 +70,7 @@ def test_window_and_store_merge_to_the_whole():
     cache, rows = layer(200)
     q = torch.randn(1, HKV * G, D, generator=torch.Generator().manual_seed(3))
     rule = LogitRule(D**-0.5)
-    near = attend_step(q, [cache], [False], rule, 1, Staging(CPU))
+    near = attend_step(q, [cache], [cache.store.length], rule, 1, Staging(CPU))
     boundary = SHAPE.boundary(200)
     k, v = rows[:, 4:boundary].repeat_interleave(G, dim=0).unbind(dim=2)
     logits = (q[0, :, None].double() @ k.double().transpose(1, 2) * rule.scale)[:, 0]

@@ -124,3 +124,16 @@ def test_codes_are_written_where_asked(isa):
     out = np.full((2, 5, 7), 9, dtype=np.uint16)
     assert kernels.hash_rows(table, 2, 9, projection, None, 1, out=out) is out
     assert np.array_equal(out, kernels.hash_rows(table, 2, 9, projection, None, 1))
+
+
+def test_codes_of_some_heads_into_part_of_a_larger_array(isa):
+    table, projection = make_table(make_rows(3, 300, 16)), make_projection(16, 4, 5)
+    bias = np.random.default_rng(0).normal(size=(3, 20)).astype(np.float32)
+    whole = kernels.hash_rows(table, 0, 300, projection, bias, 1)
+    room = np.full((2, 5, 400), 9, dtype=np.uint16)
+    kernels.hash_rows(table, 100, 240, projection, bias, 2, out=room[:, :, 30:170], first_head=1)
+    assert np.array_equal(room[:, :, 30:170], whole[1:, :, 100:240])
+    room[:, :, 30:170] = 9
+    assert (room == 9).all()
+    with pytest.raises(ValueError, match="first_head: want 0 to 1, got 2"):
+        kernels.hash_rows(table, 0, 7, projection, bias, 1, out=room[:, :, :7], first_head=2)

@@ -54,7 +54,9 @@ def test_defaults():
 # Llama-3.1-8B at 98,304 tokens: 98,304 − 4 − 64 = 98,236 keys, in whole flushes of 64: 98,176; 96 blocks of 1,024 rows.
 LLAMA_96K_KEYS = 98_176
 LLAMA_96K_KV = 32 * 8 * (96 * 1024) * (2 * 128 * 2)
-LLAMA_96K_INDEX = 31 * 8 * 150 * 2 * (LLAMA_96K_KEYS + 10 * 1025 + 1024)  # at most ten segments, one tail
+LLAMA_96K_INDEX = 31 * 8 * 150 * 2 * (LLAMA_96K_KEYS + 14 * 1025 + 1600) + 31 * 2 * 1600  # segments and tail
+# Beside that while it grows: 16,384 rows more in every layer, or a longest segment and the codes of a head in one layer.
+LLAMA_96K_GROWTH = 2 * 150 * (31 * 8 * (16_384 + 1025) + 8 * (65_472 + 1025) + 65_472)
 
 
 def test_bytes_of_llama_at_96k():
@@ -62,7 +64,9 @@ def test_bytes_of_llama_at_96k():
     assert chosen.offloaded(98_304) == LLAMA_96K_KEYS
     assert chosen.kv_bytes(98_304) == LLAMA_96K_KV == 12 * GIB
     assert chosen.index_bytes(98_304) == LLAMA_96K_INDEX
-    assert chosen.sequence_bytes(98_304) == LLAMA_96K_KV + LLAMA_96K_INDEX + 32 * 8 * 132 * (2 * 128 * 2)
+    assert chosen.sequence_bytes(98_304) == (
+        LLAMA_96K_KV + LLAMA_96K_INDEX + LLAMA_96K_GROWTH + 32 * 8 * 132 * (2 * 128 * 2)
+    )
 
 
 def test_float32_rows_take_twice_the_bytes():
@@ -90,31 +94,44 @@ def test_when_there_is_an_index(options, tokens, indexed):
 
 def test_each_segment_has_its_own_offsets():
     chosen = plan(DESKTOP, LLAMA_8B, settings(mode="lsh", K=12, L=10))
-    one, two = chosen.index_bytes(4 + 64 + 1088 + 2176), chosen.index_bytes(4 + 64 + 1088 + 2240)
+    one, two = chosen.index_bytes(4 + 64 + 3072), chosen.index_bytes(4 + 64 + 3136)
     assert two - one == 31 * 8 * 10 * 2 * (64 + 4097)
 
 
 def test_keys_that_are_all_in_the_tail_have_no_tables():
     chosen = plan(DESKTOP, LLAMA_8B, settings(mode="lsh", K=16))
-    assert chosen.index_bytes(4 + 64 + 1024) == 31 * 8 * 150 * 2 * 1024
+    assert chosen.index_bytes(4 + 64 + 960) == 31 * (8 * 150 + 1) * 2 * 1600
+    assert chosen.growth_bytes(4 + 64 + 960) > 0
+    assert chosen.growth_bytes(4 + 64 + 255) == 0
 
 
 def fewest_keys(segments: int) -> list[int]:
-    """By exhaustion: the fewest keys in lists of 1, 2, … segments that the rule of LshIndex would not merge."""
-    sizes = np.arange(1088, 65_472 + 1, 64)
-    stay = (sizes[:, None] > 2 * sizes) | (sizes[:, None] + sizes > 65_472)  # [size, size of the next]
-    totals, fewest = sizes, []
+    """By exhaustion: the fewest keys in lists of 1, 2, … segments that the rule of LshIndex would not join.
+
+    Steps join up to 16,384 rows, tail first: an older segment that is below half of that, less half a tail, has been
+    joined before the newer one has become large. Prefills and cuts join up to 65,472 rows.
+    """
+    low, high = 1024, 65_472
+    sizes = np.arange(low, high + 1)
+    never = 1 << 40
+    totals, fewest = sizes.astype(np.int64), []
     for _ in range(segments):
         fewest.append(int(totals.min()))
-        totals = sizes + np.where(stay, totals, 1 << 40).min(axis=1)
+        up_to = np.append(never, np.minimum.accumulate(totals))  # [i]: lists that start with a size below low + i
+        from_on = np.append(np.minimum.accumulate(totals[::-1])[::-1], never)
+        twice = up_to[np.maximum((sizes - 1) // 2 - low + 1, 0)]
+        joined = np.where(sizes >= (16_384 - 1600) // 2, from_on[np.maximum(16_385 - sizes, low) - low], never)
+        longest = from_on[np.minimum(np.maximum(high + 1 - sizes, low), high + 1) - low]
+        totals = sizes + np.minimum(np.minimum(twice, joined), longest)
     return fewest
 
 
 def test_no_list_of_segments_is_longer_than_planned():
     fewest = fewest_keys(40)
-    assert all(most_segments(keys, 64) >= count for count, keys in enumerate(fewest, start=1))
-    assert [most_segments(keys, 64) for keys in fewest[:6]] == [1, 2, 3, 4, 5, 6]
-    assert [most_segments(keys - 64, 64) for keys in fewest[:6]] == [0, 1, 2, 3, 4, 5]
+    assert all(most_segments(keys) >= count for count, keys in enumerate(fewest, start=1))
+    assert [most_segments(keys) for keys in fewest[:6]] == [1, 2, 3, 4, 5, 6]
+    assert [most_segments(keys - 1) for keys in fewest[:5]] == [0, 1, 2, 3, 4]
+    assert most_segments(fewest[-1]) <= 40 + 1
 
 
 def test_windows_count_where_they_are_in_host_memory():
@@ -250,7 +267,7 @@ def test_weights_larger_than_the_gpu_are_refused():
     assert plan(machine, LLAMA_8B, settings(device="cuda")).weights_bytes == 0
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(131_072, 3), (98_304, 4), (32_768, 8), (1, 8)])
+@pytest.mark.parametrize(("tokens", "expected"), [(131_072, 2), (98_304, 3), (32_768, 8), (1, 8)])
 def test_batch_size(tokens, expected):
     assert plan(DESKTOP, LLAMA_8B, settings(mode="lsh")).sequences_that_fit(tokens) == expected
 
