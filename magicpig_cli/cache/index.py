@@ -108,7 +108,7 @@ class LshIndex:
 
     @property
     def _heads(self) -> int:
-        return self.mean.shape[0]
+        return int(self.mean.shape[0])
 
     @property
     def length(self) -> int:
@@ -257,7 +257,7 @@ class LshIndex:
             self._add_cut(kernels.truncate_segment(cut, length - cut.start, self._threads))
 
     def _add_cut(self, cut: Segment) -> None:
-        """Take back what is left of a segment: as a tail if it is no longer than one, else joined with its neighbours."""
+        """Take back what is left of a segment: as a tail if it is no longer than one, else with its neighbours."""
         kept = self.segments
         if cut.n <= self.sizes.tail:
             self._tail_codes(0)[:, :, : cut.n] = kernels.segment_codes(cut)

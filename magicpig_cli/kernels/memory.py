@@ -33,4 +33,5 @@ def large_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     if size < HUGE_PAGE_BYTES:
         return np.empty(shape, dtype=dtype)
-    return aligned_bytes(size).view(dtype).reshape(shape)
+    array: np.ndarray = aligned_bytes(size).view(dtype).reshape(shape)
+    return array

@@ -80,10 +80,9 @@ class Joining:
         self.parts, self.rows = tuple(parts), rows
         self.items = kv_heads * L  # tables of all kv heads, h·L + l
         self.done = 0
-        self._segment = Segment(
-            start, end - start + rows, K, L,
-            large_array((kv_heads, L, (1 << K) + 1), np.uint16), large_array((kv_heads, L, end - start + rows), np.uint16),
-        )  # fmt: skip
+        n = end - start + rows
+        offsets = large_array((kv_heads, L, (1 << K) + 1), np.uint16)
+        self._segment = Segment(start, n, K, L, offsets, large_array((kv_heads, L, n), np.uint16))
 
     @property
     def n(self) -> int:
@@ -111,9 +110,10 @@ class Joining:
         last = min(self.done + items, codes_from + codes.shape[0] * codes.shape[1])
         want_int("table of the codes", codes_from, 0, self.done)
         if last > self.done:
+            made = self._segment
             isa.backend().join(
-                self.parts, codes, self.rows, self.done, last, codes_from, self._segment.offsets, self._segment.ids, threads
-            )  # fmt: skip
+                self.parts, codes, self.rows, self.done, last, codes_from, made.offsets, made.ids, threads
+            )
             self.done = last
 
     def segment(self) -> Segment:

@@ -55,7 +55,7 @@ def test_defaults():
 LLAMA_96K_KEYS = 98_176
 LLAMA_96K_KV = 32 * 8 * (96 * 1024) * (2 * 128 * 2)
 LLAMA_96K_INDEX = 31 * 8 * 150 * 2 * (LLAMA_96K_KEYS + 14 * 1025 + 1600) + 31 * 2 * 1600  # segments and tail
-# Beside that while it grows: 16,384 rows more in every layer, or a longest segment and the codes of a head in one layer.
+# Beside that while it grows: 16,384 rows in every layer, and a longest segment and the codes of a head in one layer.
 LLAMA_96K_GROWTH = 2 * 150 * (31 * 8 * (16_384 + 1025) + 8 * (65_472 + 1025) + 65_472)
 
 
