@@ -60,9 +60,10 @@ class Attention:
         sampled[b]: estimate the offloaded part of sequence b from its index instead of reading all of it.
         """
         queries = q[:, :, 0].float().contiguous()
+        # Before the new row comes in: the step in which rows leave the window has enough to do.
+        store_from = [self._step_index(layer, c) if s else 0 for c, s in zip(caches, sampled, strict=True)]
         for cache, row in zip(caches, self._rows(key, value), strict=True):
             cache.append_one(row)
-        store_from = [self._step_index(layer, c) if s else 0 for c, s in zip(caches, sampled, strict=True)]
         with record.stage("window" if all(sampled) else "dense"):
             exact = attend_step(queries, list(caches), store_from, rule, self._threads, self._staging)
         picked = [b for b, s in enumerate(sampled) if s]

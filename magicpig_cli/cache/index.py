@@ -5,8 +5,8 @@ list of segments (tables by counting sort, uint16 ids) followed by a tail of cod
 covers rows [0, length); what is stored beyond that is attended exactly, so it may always lag behind.
 
 A prefill brings it up at once (`extend`). A decode step does little (`step`): it hashes a few rows, or makes a few
-tables of the segment that will take the place of a full tail and of the small segments before it. Meanwhile these are
-read as before, so what is sampled never depends on how far that has come (docs/decisions/004-index-growth.md).
+tables of the segment that will take the place of a full tail and of the small segments before it. Until it is ready
+these are read as before: what is sampled never depends on how far that has come (docs/decisions/004-index-growth.md).
 """
 
 from __future__ import annotations
@@ -146,18 +146,24 @@ class LshIndex:
     # --- one decode step ---
 
     def step(self) -> None:
-        """Take in few of the rows that are not covered yet, and go on with the segment in the making."""
-        self._hash(min(self.sizes.hashed, self.sizes.room - self._now.tail_rows, self._store.length - self.length))
-        if self._joining is None and self._now.tail_rows >= self.sizes.tail:
-            self._begin_join()
-        if self._joining is not None:
+        """One piece of what is left to do, never two: what a step may take at most decides about stalls, not the sum.
+
+        First rows that are not covered yet, as long as the tail has room, then the segment in the making.
+        """
+        now = self._now
+        fresh = min(self.sizes.hashed, self.sizes.room - now.tail_rows, self._store.length - now.length)
+        if now.tail_at:
+            self._to_front()
+        elif fresh > 0:
+            self._hash(fresh)
+        elif self._joining is not None:
             self._join_steps += 1
             self._advance_join(self._due(self._joining) - self._joining.done)
+        elif now.tail_rows >= self.sizes.tail:
+            self._begin_join()
 
     def _hash(self, count: int) -> None:
         """Take the next `count` rows into the tail."""
-        if count <= 0:
-            return
         now, start = self._now, self.length
         out = self._tail_codes(now.tail_at)[:, :, now.tail_rows : now.tail_rows + count]
         self._hasher.codes(self._store, start, start + count, self._bias, out)
@@ -185,11 +191,12 @@ class LshIndex:
             segments = (*now.segments[: self._join_first], joining.segment())
             self._now = _Content(segments, now.tail_at + joining.rows, now.tail_rows - joining.rows)
             self._joining = None
-            self._to_front()
 
     def _to_front(self) -> None:
-        """Move the tail to the start of its memory, where the rows have gone that are in a segment now."""
+        """Move the tail to the start of its memory, where the rows stood that are in a segment now."""
         now = self._now
+        if not now.tail_at:
+            return
         rows = now.tail_rows  # at most tail_at, so nothing that is valid is overwritten
         self._tail_codes(0)[:, :, :rows] = self._tail_codes(now.tail_at)[:, :, :rows]
         self._now = _Content(now.segments, 0, rows)
@@ -200,6 +207,7 @@ class LshIndex:
         """Take in all rows that were stored since, and finish what is in the making."""
         if self._joining is not None:
             self._advance_join(self._joining.items)
+        self._to_front()
         while missing := self._store.length - self.length:
             count = min(missing, self.sizes.segment - self._now.tail_rows)
             if self._now.tail_rows + count <= self.sizes.tail:

@@ -191,7 +191,7 @@ def test_rows_that_were_stored_long_before_are_taken_in_bit_by_bit():
     store = store_of(500)
     index = LshIndex(hasher(), store, threads=1, sizes=IndexSizes(tail=32, room=64, joined=128, segment=200))
     assert index.length == 0
-    for _ in range(125):
+    for _ in range(200):
         index.step()
     assert index.length == 500
     assert_whole(index, codes_of(store, index))
