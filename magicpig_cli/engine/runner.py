@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import TORCH_DTYPE
 from magicpig_cli.cache.window import WindowShape
 from magicpig_cli.config import INDEX_FROM
+from magicpig_cli.engine.builder import IndexBuilder
 from magicpig_cli.events import STAGES, StepStats
 from magicpig_cli.model import hook
 from magicpig_cli.model.shape import ModelShape
@@ -53,6 +54,8 @@ class ModelRunner:
         if plan.mode != "exact":
             sampler = LshSampler(plan.K, plan.L, hash_seed, plan.threads, self._staging)
         self._attention = Attention(sampler, TORCH_DTYPE[plan.row_dtype], plan.threads, self._staging)
+        # On a CPU the forward keeps all cores busy, and a worker beside it gains nothing (docs/decisions/004).
+        self.builds_beside_forward = device.type != "cpu"
         self._sequences: weakref.WeakSet[Sequence] = weakref.WeakSet()
 
     def new_sequence(self) -> Sequence:
@@ -68,15 +71,17 @@ class ModelRunner:
 
     def samples(self, sequence: Sequence, mode: str | None = None) -> bool:
         """Whether the next decode step of this sequence samples. `mode` overrules the plan's (bench, eval)."""
-        mode = mode or self.plan.mode
-        long_enough = self._window.offloaded(sequence.length + 1) >= INDEX_FROM
-        return long_enough and (mode == "lsh" or (mode == "auto" and sequence.length >= self.plan.auto_lsh_from))
+        return self._samples_at(sequence.length, mode or self.plan.mode)
+
+    def _samples_at(self, length: int, mode: str) -> bool:
+        long_enough = self._window.offloaded(length + 1) >= INDEX_FROM
+        return long_enough and (mode == "lsh" or (mode == "auto" and length >= self.plan.auto_lsh_from))
 
     def _indexed(self, layer: int) -> bool:
         return layer not in self.plan.dense_layers and self._specs[layer].window is None
 
     def prefill(self, sequence: Sequence, ids: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Process ids after what the sequence holds, exactly, in chunks; builds the index at the end.
+        """Process ids after what the sequence holds, exactly, in chunks; the index is complete at the end.
 
         Yields after each chunk (tokens of `ids` done, logits [V] of the last of them). If it is closed or fails
         half-way, the sequence holds whole chunks.
@@ -85,26 +90,44 @@ class ModelRunner:
         try:
             while done < len(ids):
                 chunk = ids[done : done + self.plan.chunk]
-                start = sequence.length
-                tokens = torch.tensor([chunk], device=self._device)
-                positions = torch.arange(start, start + len(chunk), device=self._device).unsqueeze(0)
-                with torch.inference_mode():
-                    logits = hook.run(self.model, tokens, positions, hook.Forward(self._attention, [sequence]))
+                last = done + len(chunk) == len(ids)
+                if (
+                    last
+                    and self.builds_beside_forward
+                    and self._samples_at(sequence.length + len(chunk), self.plan.mode)
+                ):
+                    with IndexBuilder(self._build_layer) as builder:
+                        logits = self._chunk(sequence, chunk, builder.add)
+                else:
+                    logits = self._chunk(sequence, chunk)
                 sequence.commit(chunk)
                 done += len(chunk)
-                if done == len(ids):
+                if last:
                     self.build_index(sequence)
                 yield done, logits[0].float()
         except BaseException:
             sequence.rollback()
             raise
 
+    def _chunk(
+        self, sequence: Sequence, chunk: list[int], taken: Callable[[int, LayerCache], None] | None = None
+    ) -> torch.Tensor:
+        """Logits [1, V] after a chunk, whose rows every layer has taken in."""
+        start = sequence.length
+        tokens = torch.tensor([chunk], device=self._device)
+        positions = torch.arange(start, start + len(chunk), device=self._device).unsqueeze(0)
+        with torch.inference_mode():
+            return hook.run(self.model, tokens, positions, hook.Forward(self._attention, [sequence], taken=taken))
+
+    def _build_layer(self, layer: int, cache: LayerCache) -> None:
+        if self._indexed(layer):
+            self._attention.build_index(layer, cache)
+
     def build_index(self, sequence: Sequence, mode: str | None = None) -> None:
         """Tables for the layers that the next step will sample; nothing where it will not."""
         if self.samples(sequence, mode):
             for layer, cache in enumerate(sequence.layers):
-                if self._indexed(layer):
-                    self._attention.build_index(layer, cache)
+                self._build_layer(layer, cache)
 
     def decode(
         self, sequences: list[Sequence], tokens: list[int], mode: str | None = None, measure_error: bool = False

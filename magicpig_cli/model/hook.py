@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers.cache_utils import Cache
 
 from magicpig_cli.attention.attention import Attention
 from magicpig_cli.attention.base import LogitRule, StepRecorder
+from magicpig_cli.cache.layer import LayerCache
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.errors import ModelError
 
@@ -28,6 +30,7 @@ class Forward:
     attention: Attention
     sequences: list[Sequence]
     sampled: list[list[bool]] | None = None  # per layer, per sequence
+    taken: Callable[[int, LayerCache], None] | None = None  # told of each layer that has taken in the rows of a chunk
     record: StepRecorder = field(default_factory=StepRecorder)
 
 
@@ -66,7 +69,10 @@ def _attend(
         raise ModelError(f"layer {layer} attends to a window of {window}, its config says {caches[0].spec.window}")
     rule = LogitRule(scaling if scaling is not None else query.shape[-1] ** -0.5, kwargs.get("softcap"))
     if magicpig.sampled is None:
-        return magicpig.attention.chunk(caches[0], query, key, value, rule), None
+        out = magicpig.attention.chunk(caches[0], query, key, value, rule)
+        if magicpig.taken is not None:
+            magicpig.taken(layer, caches[0])
+        return out, None
     out = magicpig.attention.step(
         layer, caches, magicpig.sampled[layer], query, key, value, rule, magicpig.record
     )  # fmt: skip
