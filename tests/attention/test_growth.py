@@ -1,0 +1,88 @@
+"""While the index grows, every key counts once: sampled from the index, or attended exactly until it is there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from magicpig_cli.attention.attention import Attention
+from magicpig_cli.attention.base import LogitRule, StepRecorder
+from magicpig_cli.attention.exact import _visible, attend_step
+from magicpig_cli.attention.lsh import LshSampler
+from magicpig_cli.cache.blocks import BlockPool
+from magicpig_cli.cache.index import IndexSizes, LshIndex
+from magicpig_cli.cache.layer import LayerCache, LayerSpec
+from magicpig_cli.cache.staging import Staging
+from magicpig_cli.cache.window import WindowShape
+from tests.tolerances import close_attention
+
+HKV, G, D = 2, 2, 16
+FIRST, STEPS = 100, 260
+STAGING = Staging(torch.device("cpu"))
+RULE = LogitRule(D**-0.5)
+
+
+class GrowingLayer:
+    """One layer that samples every indexed key: with one bit and 1,000 tables two of them agree for any query."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.keys, self.values = torch.randn(2, HKV, FIRST + STEPS, D, generator=generator)
+        self.queries = torch.randn(STEPS, 1, HKV * G, 1, D, generator=generator)
+        self.sampler = LshSampler(1, 1000, hash_seed=0, threads=1, staging=STAGING)
+        self.attention = Attention(self.sampler, torch.float32, 1, STAGING)
+        pool = BlockPool(HKV, D, "float32", block_rows=64)
+        self.cache = LayerCache(LayerSpec(HKV, D), WindowShape(4, 8, 16), pool, STAGING)
+        self.cache.extend(self.rows(0, FIRST))
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return torch.stack([self.keys[:, start:stop], self.values[:, start:stop]], dim=2)
+
+    def step(self) -> StepRecorder:
+        record, at = StepRecorder(), self.cache.length
+        key, value = self.keys[None, :, at : at + 1], self.values[None, :, at : at + 1]
+        q = self.queries[at - FIRST]
+        out = self.attention.step(0, [self.cache], [True], q, key, value, RULE, record)
+        exact = attend_step(q[:, :, 0].contiguous(), [self.cache], [0], RULE, 1, STAGING)
+        assert close_attention(out.transpose(1, 2)[0], exact.out[0][:, None], self.rows(0, at + 1))
+        assert record.sampled[0] == record.offloaded[0] == [self.cache.index.length * HKV * G]
+        return record
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_every_key_counts_once_at_every_step(built):
+    """`built`: the index was there at first, or the first step begins it."""
+    layer = GrowingLayer()
+    if built:
+        hasher = layer.sampler.hasher(0, D)
+        layer.cache.index = LshIndex(
+            hasher, layer.cache.store, 1, IndexSizes(tail=32, room=48, joined=128, segment=512)
+        )  # fmt: skip
+        layer.attention.build_index(0, layer.cache)
+    lags = set()
+    for _ in range(STEPS):
+        layer.step()
+        lags.add(layer.cache.store.length - layer.cache.index.length)
+    assert 0 in lags
+    assert len(lags) > 3  # rows that have left the window and are not in the index yet
+
+
+def test_every_key_counts_once_after_a_cut_at_any_moment():
+    layer = GrowingLayer()
+    for cut in (1, 3, 17, 30, 64, 35):
+        for _ in range(60):
+            layer.step()
+        layer.cache.truncate(max(FIRST, layer.cache.length - cut))
+    layer.step()
+
+
+@pytest.mark.parametrize("store_from", [0, 1, 63, 64, 75, 80])
+def test_rows_beside_the_index_are_the_same_for_kernels_and_devices(store_from):
+    """Sink, recent rows and the store from a row on: as runs for the kernels, as pieces for another device."""
+    layer = GrowingLayer()
+    assert layer.cache.store.length == 80
+    everything = layer.rows(0, FIRST)
+    wanted = torch.cat([everything[:, :4], everything[:, 4 + store_from :]], dim=1)
+    assert torch.equal(torch.cat(list(_visible(layer.cache, store_from)), dim=1), wanted)
+    runs = [torch.from_numpy(table.read(start, stop)) for table, start, stop in layer.cache.runs(store_from)]
+    assert torch.equal(torch.cat([runs[0], *runs[2:], runs[1]], dim=1), wanted)
