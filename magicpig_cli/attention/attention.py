@@ -60,7 +60,6 @@ class Attention:
         sampled[b]: estimate the offloaded part of sequence b from its index instead of reading all of it.
         """
         queries = q[:, :, 0].float().contiguous()
-        # Before the new row comes in: the step in which rows leave the window has enough to do.
         store_from = [self._step_index(layer, c) if s else 0 for c, s in zip(caches, sampled, strict=True)]
         for cache, row in zip(caches, self._rows(key, value), strict=True):
             cache.append_one(row)
@@ -72,9 +71,13 @@ class Attention:
         return exact.out.to(q.dtype).unsqueeze(1)
 
     def _step_index(self, layer: int, cache: LayerCache) -> int:
-        """What a decode step does for the index; how many rows it samples from. The mean stays as it is."""
+        """What a decode step does for the index; how many rows it samples from. The mean stays as it is.
+
+        Called before the new row comes in. If that moves rows out of the window, the step has enough to do.
+        """
         index = self._index(layer, cache)
-        index.step()
+        if not cache.full:
+            index.step()
         return index.length
 
     def _add_sampled(

@@ -38,6 +38,11 @@ class LayerCache:
         self.index: LshIndex | None = None
         self.length = 0
 
+    @property
+    def full(self) -> bool:
+        """Whether the next row moves others out of the window."""
+        return self.shape.offloaded(self.length + 1) > self.store.length
+
     def append_one(self, row: torch.Tensor) -> None:
         """Decode: one row [Hkv, 1, 2, D] of the row type. May move `flush` rows to the store."""
         self.window.append_one(row)
