@@ -44,7 +44,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _ROWS_REASON = {
     "float32": "parity mode",
     "bfloat16": "half the memory",
-    "int8": "a quarter of the memory, attention within 1% of bfloat16",
+    "int8": "a quarter of the memory, coarser",
 }
 
 
