@@ -48,7 +48,7 @@ class AttentionOptions:
     local: int = DEFAULT_LOCAL  # most recent tokens, always attended exactly
     dense_layers: tuple[int, ...] | None = None  # None = chosen for the model
     hash_seed: int = 0
-    kv_dtype: str = "auto"  # auto | float32 | bfloat16
+    kv_dtype: str = "auto"  # auto | float32 | bfloat16 | int8
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,12 +28,11 @@ from magicpig_cli.config import (
 )
 from magicpig_cli.errors import ContextError, MemoryBudgetError, UsageError
 from magicpig_cli.hardware import Hardware
-from magicpig_cli.kernels import MAX_SEGMENT_ROWS
+from magicpig_cli.kernels import MAX_SEGMENT_ROWS, RowType, row_bytes, window_type
 from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.units import MAX_SIZE, format_bytes
 
 Mode = Literal["auto", "lsh", "exact"]
-RowDtype = Literal["float32", "bfloat16"]
 
 FLUSH = 64  # rows that leave the window at once
 CHUNK = 512  # prompt tokens per forward: activations stay small and Ctrl-C is answered
@@ -44,6 +43,11 @@ MAX_BATCH_GPU = 32
 RUNTIME_BYTES = 1 << 30  # Python, torch, activations, logits, projections
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_ROWS_REASON = {
+    "float32": "parity mode",
+    "bfloat16": "half the memory",
+    "int8": "a quarter of the memory, coarser",
+}
 
 
 def most_segments(keys: int) -> int:
@@ -73,7 +77,7 @@ class Plan:
     dense_layers: tuple[int, ...]
     threads: int
     context: int
-    row_dtype: RowDtype
+    row_dtype: RowType  # of the store; windows hold `window_type` of it
     weights_bytes: int  # of host memory; 0 when the weights lie on a GPU
     budget_bytes: int  # for keys, values and indexes of all sequences
     max_batch: int
@@ -98,15 +102,17 @@ class Plan:
     def kv_bytes(self, tokens: int) -> int:
         """Rows of the store of one sequence, all layers, whole blocks."""
         blocks = -(-self.offloaded(tokens) // self.block_rows)
-        return self._rows_bytes(blocks * self.block_rows)
+        return self._rows_bytes(blocks * self.block_rows, self.row_dtype)
 
     def window_bytes(self) -> int:
         """Host memory of the windows of one sequence, whatever its length."""
-        return self._rows_bytes(self.sink + self.local + self.flush) if self.windows_on_host else 0
+        if not self.windows_on_host:
+            return 0
+        return self._rows_bytes(self.sink + self.local + self.flush, window_type(self.row_dtype))
 
-    def _rows_bytes(self, rows: int) -> int:
+    def _rows_bytes(self, rows: int, dtype: RowType) -> int:
         """Keys and values of `rows` tokens in every layer."""
-        return self.shape.layers * self.shape.kv_heads * rows * 2 * self.shape.head_dim * _DTYPE_BYTES[self.row_dtype]
+        return self.shape.layers * self.shape.kv_heads * rows * row_bytes(self.shape.head_dim, dtype)
 
     def _indexed_keys(self, tokens: int) -> int:
         """Keys that are in the index of each sampled layer and KV head."""
@@ -189,7 +195,7 @@ def plan(hardware: Hardware, shape: ModelShape, settings: Settings) -> Plan:
         dense_layers=(0,) if attention.dense_layers is None else tuple(sorted(set(attention.dense_layers))),
         threads=settings.threads or hardware.threads,
         context=_wanted_context(shape, settings),
-        row_dtype="float32" if attention.kv_dtype == "float32" else "bfloat16",
+        row_dtype="bfloat16" if attention.kv_dtype == "auto" else cast(RowType, attention.kv_dtype),
         weights_bytes=weights,
         budget_bytes=_budget(hardware, weights),
         max_batch=MAX_BATCH_GPU if on_gpu else MAX_BATCH,
@@ -204,8 +210,8 @@ def _check(attention: AttentionOptions, shape: ModelShape, threads: int | None) 
     """Refuse values outside their range."""
     if attention.mode not in ("auto", "lsh", "exact"):
         raise UsageError(f"--attention {attention.mode} is unknown", hint="use auto, lsh or exact")
-    if attention.kv_dtype not in ("auto", "float32", "bfloat16"):
-        raise UsageError(f"--kv-dtype {attention.kv_dtype} is unknown", hint="use auto, float32 or bfloat16")
+    if attention.kv_dtype not in ("auto", "float32", "bfloat16", "int8"):
+        raise UsageError(f"--kv-dtype {attention.kv_dtype} is unknown", hint="use auto, float32, bfloat16 or int8")
     if attention.K is not None and not 1 <= attention.K <= MAX_K:
         raise UsageError(f"-K {attention.K} is not between 1 and {MAX_K}", hint=f"the default is -K {DEFAULT_K}")
     if attention.L is not None and not 2 <= attention.L <= MAX_L:
@@ -305,7 +311,7 @@ def _smaller(draft: Plan, fits: int) -> str:
     """What to type for a sequence that fits."""
     if fits == 0:
         return "free some memory, or give smaller values to --sink, --local and -L"
-    return f"-c {fits} fits" + (", more do with --kv-dtype bfloat16" if draft.row_dtype == "float32" else "")
+    return f"-c {fits} fits" + ("" if draft.row_dtype == "int8" else ", more do with --kv-dtype int8")
 
 
 def _memory_sum(plan: Plan, tokens: int) -> str:
@@ -327,7 +333,7 @@ def _reasons(draft: Plan, context: int, hardware: Hardware, settings: Settings) 
         f"threads {draft.threads}: "
         + ("as asked" if settings.threads else f"cores {hardware.cores_physical}, usable {hardware.cores_usable}")
     )
-    lines.append(f"rows {draft.row_dtype}: {'parity mode' if draft.row_dtype == 'float32' else 'half the memory'}")
+    lines.append(f"rows {draft.row_dtype}: {_ROWS_REASON[draft.row_dtype]}")
     lines.append(
         f"memory: {_memory_sum(draft, context)} per sequence of {context:,} tokens, "
         f"{format_bytes(draft.budget_bytes)} for sequences, up to {draft.sequences_that_fit(context)} together"

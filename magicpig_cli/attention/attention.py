@@ -16,17 +16,28 @@ from magicpig_cli.cache.staging import Staging
 
 
 class Attention:
-    """Exact attention for prompts, dense layers and short sequences; sampled attention for the others."""
+    """Exact attention for prompts, dense layers and short sequences; sampled attention for the others.
 
-    def __init__(self, sampler: LshSampler | None, row_dtype: torch.dtype, threads: int, staging: Staging) -> None:
+    rotation: [D, D] on the device, by which keys and queries are multiplied before anything else; None = not at all.
+    """
+
+    def __init__(
+        self, sampler: LshSampler | None, row_dtype: torch.dtype, threads: int, staging: Staging,
+        rotation: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         self._sampler = sampler
         self._row_dtype = row_dtype
+        self._rotation = rotation
         self._threads = threads
         self._staging = staging
 
     def _rows(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """K and V side by side, rounded to the row type: [B, Hkv, T, D] twice → [B, Hkv, T, 2, D]."""
-        return torch.stack([key, value], dim=3).to(self._row_dtype)
+        return torch.stack([self._rotated(key).to(self._row_dtype), value.to(self._row_dtype)], dim=3)
+
+    def _rotated(self, x: torch.Tensor) -> torch.Tensor:
+        """Keys or queries [..., D] as they are stored and compared: in float32 if rotated."""
+        return x if self._rotation is None else x.float() @ self._rotation
 
     def build_index(self, layer: int, cache: LayerCache) -> None:
         """Bring the layer's index up to its store, anew where that has outgrown the old mean (after a prefill)."""
@@ -47,9 +58,10 @@ class Attention:
         """A prompt chunk of one sequence: q [1, H, T, D], key and value [1, Hkv, T, D] → [1, T, H, D]."""
         rows = self._rows(key, value)[0]
         history = cache.pieces(at_most=BLOCK_KEYS)
-        out = attend_chunk(q[0], rows, history, cache.length, rule, cache.spec.window, self._staging)
+        queries = self._rotated(q[0])
+        out = attend_chunk(queries, rows, history, cache.length, rule, cache.spec.window, self._staging)
         cache.extend(rows)
-        return out.unsqueeze(0)
+        return out.to(q.dtype).unsqueeze(0)
 
     def step(
         self, layer: int, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], q: torch.Tensor,
@@ -59,7 +71,7 @@ class Attention:
 
         sampled[b]: estimate the offloaded part of sequence b from its index instead of reading all of it.
         """
-        queries = q[:, :, 0].float().contiguous()
+        queries = self._rotated(q[:, :, 0]).float().contiguous()
         store_from = [self._step_index(layer, c) if s else 0 for c, s in zip(caches, sampled, strict=True)]
         for cache, row in zip(caches, self._rows(key, value), strict=True):
             cache.append_one(row)

@@ -65,7 +65,7 @@ def fill(engine: Engine, sequence: Sequence, length: int, kind: str) -> Generato
     prefilled, prefill_s = sequence.length, time.perf_counter() - begin
     if prefilled == length:
         return Fill("real", prefilled, prefill_s, True)
-    shift = RotaryShift(engine.runner.model)
+    shift = RotaryShift(engine.runner.model, engine.runner.key_rotation)
     yield from _repeat(sequence, length, shift)
     engine.runner.build_index(sequence)
     return Fill("tiled", prefilled, prefill_s, shift.possible)

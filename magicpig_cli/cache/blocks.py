@@ -1,41 +1,39 @@
 """Blocks of host memory for rows: 2 MiB aligned, huge pages where the system grants them, never moved.
 
 A row is K and V of one key side by side, so that a sampled key costs one contiguous read. Rows live in blocks
-[Hkv, block_rows, 2, D]; a sequence that grows gets further blocks and nothing is copied. Blocks are cut from larger
-slabs and need no bookkeeping: a slab's memory goes back to the system when the last view of it is gone.
+[Hkv, block_rows, 2, W] (W: see `kernels.rows`); a sequence that grows gets further blocks and nothing is copied. Blocks
+are cut from larger slabs and need no bookkeeping: a slab's memory goes back to the system when the last view of it is
+gone.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from magicpig_cli.kernels import NUMPY_TYPE, RowType, row_bytes, row_width
 from magicpig_cli.kernels.memory import aligned_bytes
 
 _BLOCKS_PER_SLAB = 32
-_NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(np.uint16),  # as its bits
-}
 
 
 class BlockPool:
-    """Cuts blocks [Hkv, block_rows, 2, D] of one shape from slabs."""
+    """Cuts blocks [Hkv, block_rows, 2, W] of one shape from slabs."""
 
-    def __init__(self, kv_heads: int, head_dim: int, dtype: str, block_rows: int) -> None:
-        self.shape = (kv_heads, block_rows, 2, head_dim)
+    def __init__(self, kv_heads: int, head_dim: int, dtype: RowType, block_rows: int) -> None:
+        self.kv_heads = kv_heads
+        self.head_dim = head_dim
         self.dtype = dtype
         self.block_rows = block_rows
-        self.block_bytes = int(np.prod(self.shape)) * _NUMPY_DTYPE[dtype].itemsize
+        self.block_bytes = kv_heads * block_rows * row_bytes(head_dim, dtype)
+        self._shape = (kv_heads, block_rows, 2, row_width(head_dim, dtype))
         self._slab: np.ndarray | None = None
         self._next = 0
 
     def take(self) -> np.ndarray:
-        """A fresh zeroed block [Hkv, block_rows, 2, D]: float32, or uint16 holding bfloat16 bits."""
+        """A fresh zeroed block [Hkv, block_rows, 2, W]: float32, uint16 holding bfloat16 bits, or int8 with scales."""
         if self._slab is None or self._next == _BLOCKS_PER_SLAB:
             self._slab = aligned_bytes(self.block_bytes * _BLOCKS_PER_SLAB)
             self._next = 0
         start = self._next * self.block_bytes
         self._next += 1
-        return self._slab[start : start + self.block_bytes].view(_NUMPY_DTYPE[self.dtype]).reshape(self.shape)
+        return self._slab[start : start + self.block_bytes].view(NUMPY_TYPE[self.dtype]).reshape(self._shape)

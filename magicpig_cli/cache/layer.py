@@ -27,13 +27,17 @@ class LayerSpec:
 
 
 class LayerCache:
-    """All rows of one layer and sequence. `length` counts tokens; every change is exact at any length."""
+    """All rows of one layer and sequence. `length` counts tokens; every change is exact at any length.
+
+    Rows come in, and lie in the window, as float32 or bfloat16: the window's type. A store of int8 rounds what leaves
+    the window; of rows that `truncate` brings back from it the window holds what was left of them.
+    """
 
     def __init__(self, spec: LayerSpec, shape: WindowShape, pool: BlockPool, staging: Staging) -> None:
         self.spec = spec
         self.shape = shape
         self._staging = staging
-        self.window = Window(shape, spec.kv_heads, spec.head_dim, pool.dtype, staging.device)
+        self.window = Window(shape, spec.kv_heads, spec.head_dim, kernels.window_type(pool.dtype), staging.device)
         self.store = RowStore(pool)
         self.index: LshIndex | None = None
         self.length = 0
@@ -44,7 +48,7 @@ class LayerCache:
         return self.shape.offloaded(self.length + 1) > self.store.length
 
     def append_one(self, row: torch.Tensor) -> None:
-        """Decode: one row [Hkv, 1, 2, D] of the row type. May move `flush` rows to the store."""
+        """Decode: one row [Hkv, 1, 2, D] of the window's type. May move `flush` rows to the store."""
         self.window.append_one(row)
         self.length += 1
         moved = self.shape.offloaded(self.length) - self.store.length
@@ -53,7 +57,7 @@ class LayerCache:
             self._split(recent, moved)
 
     def extend(self, rows: torch.Tensor) -> None:
-        """Prefill: rows [Hkv, T, 2, D] of the row type, any T, on the device or the host."""
+        """Prefill: rows [Hkv, T, 2, D] of the window's type, any T, on the device or the host."""
         rows = self._staging.to_device(rows)
         held = self.window.valid
         before = self.window.used
@@ -73,7 +77,10 @@ class LayerCache:
         self.window.used = sink + keep.shape[1]
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens from `length` on; what remains equals a sequence that never was longer."""
+        """Forget all tokens from `length` on; what remains equals a sequence that never was longer.
+
+        With an int8 store that is true of the store; rows that come back to the window have been rounded to int8.
+        """
         if length >= self.length:
             return
         old_boundary, new_boundary = self.shape.boundary(self.length), self.shape.boundary(length)
@@ -81,7 +88,8 @@ class LayerCache:
         if length > sink:
             from_store = self.store.read(new_boundary - sink, min(length, old_boundary) - sink)
             from_window = self.window.rows[:, sink : sink + max(0, length - old_boundary)]
-            recent = torch.cat([self._staging.to_device(from_store), from_window], dim=1)
+            back = self._staging.to_device(from_store).to(from_window.dtype)
+            recent = torch.cat([back, from_window], dim=1)
             self.window.rows[:, sink : sink + recent.shape[1]] = recent
         self.window.used = min(length, sink) + max(0, length - new_boundary)
         self.store.truncate(new_boundary - sink)
@@ -122,6 +130,6 @@ class LayerCache:
             yield position, self.window.rows[:, sink : self.window.used]
 
     def copy_rows(self) -> torch.Tensor:
-        """A copy of everything held, [Hkv, length, 2, D] in host memory, in order of position."""
+        """A copy of everything held, [Hkv, length, 2, D] of the window's type in host memory, in order of position."""
         pieces = [self._staging.to_host(piece) for _, piece in self.pieces(at_most=max(1, self.length))]
-        return torch.cat(pieces, dim=1)
+        return torch.cat(pieces, dim=1).to(self.window.rows.dtype)

@@ -9,8 +9,9 @@ import torch
 
 from magicpig_cli import kernels
 from magicpig_cli.cache.blocks import BlockPool
+from magicpig_cli.cache.quantize import quantize
 
-TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of rows that hold no scales
 
 
 def as_tensor(block: np.ndarray) -> torch.Tensor:
@@ -30,11 +31,14 @@ def as_array(rows: torch.Tensor) -> np.ndarray:
 
 
 class RowStore:
-    """Rows [Hkv, length, 2, D] over blocks; row r belongs to position `sink + r` of the sequence."""
+    """Rows [Hkv, length, 2, D] over blocks; row r belongs to position `sink + r` of the sequence.
+
+    An int8 store quantizes what it takes in and gives float32 back, the numbers that the kernels compute with. A row
+    that was read from it, rounded to bfloat16 and appended again has the same bytes.
+    """
 
     def __init__(self, pool: BlockPool) -> None:
-        kv_heads, block_rows, _, head_dim = pool.shape
-        self.table = kernels.RowTable(kv_heads, head_dim, pool.dtype, block_rows)
+        self.table = kernels.RowTable(pool.kv_heads, pool.head_dim, pool.dtype, pool.block_rows)
         self.length = 0
         self._pool = pool
         self._blocks: list[torch.Tensor] = []
@@ -44,7 +48,9 @@ class RowStore:
         return len(self._blocks) * self._pool.block_bytes
 
     def append(self, rows: torch.Tensor) -> None:
-        """Copy rows [Hkv, T, 2, D] of the row type to the end."""
+        """Copy rows [Hkv, T, 2, D] to the end: of the row type, or of any float type into an int8 store."""
+        if self._pool.dtype == "int8":
+            rows = quantize(rows)
         size = self._pool.block_rows
         taken, count = 0, rows.shape[1]
         while taken < count:
@@ -66,18 +72,19 @@ class RowStore:
         self.table.drop_blocks(keep)
 
     def views(self, start: int, stop: int, at_most: int) -> Iterator[torch.Tensor]:
-        """Rows [start, stop) as views [Hkv, ≤ at_most, 2, D] without copying."""
+        """Rows [start, stop) as [Hkv, ≤ at_most, 2, D]: views without copying, or float32 copies of int8 rows."""
         size = self._pool.block_rows
         while start < stop:
             index, offset = divmod(start, size)
             step = min(size - offset, stop - start, at_most)
-            yield self._blocks[index][:, offset : offset + step]
+            stored = self._blocks[index][:, offset : offset + step]
+            yield as_tensor(kernels.widen(as_array(stored))) if self._pool.dtype == "int8" else stored
             start += step
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """A copy of rows [start, stop) as [Hkv, n, 2, D]."""
-        kv_heads, _, _, head_dim = self._pool.shape
-        parts = list(self.views(start, stop, at_most=self._pool.block_rows))
+        pool = self._pool
+        parts = list(self.views(start, stop, at_most=pool.block_rows))
         if not parts:
-            return torch.empty(kv_heads, 0, 2, head_dim, dtype=TORCH_DTYPE[self._pool.dtype])
+            return torch.empty(pool.kv_heads, 0, 2, pool.head_dim, dtype=TORCH_DTYPE.get(pool.dtype, torch.float32))
         return torch.cat(parts, dim=1)

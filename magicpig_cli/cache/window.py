@@ -37,9 +37,11 @@ class WindowShape:
 
 
 class Window:
-    """Rows [Hkv, sink + local + flush, 2, D] of the row type; `used` of them are valid, in order of position."""
+    """Rows [Hkv, sink + local + flush, 2, D] of a float type; `used` of them are valid, in order of position."""
 
-    def __init__(self, shape: WindowShape, kv_heads: int, head_dim: int, dtype: str, device: torch.device) -> None:
+    def __init__(
+        self, shape: WindowShape, kv_heads: int, head_dim: int, dtype: kernels.RowType, device: torch.device
+    ) -> None:
         self.shape = shape
         self.rows = torch.zeros(kv_heads, shape.capacity, 2, head_dim, dtype=TORCH_DTYPE[dtype], device=device)
         self.used = 0

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from magicpig_cli.attention.attention import Attention
 from magicpig_cli.attention.lsh import LshSampler
+from magicpig_cli.attention.rotation import rotation
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.layer import LayerCache, LayerSpec
 from magicpig_cli.cache.sequence import Sequence
@@ -21,6 +22,7 @@ from magicpig_cli.cache.window import WindowShape
 from magicpig_cli.config import INDEX_FROM
 from magicpig_cli.engine.builder import IndexBuilder
 from magicpig_cli.events import STAGES, StepStats
+from magicpig_cli.kernels import window_type
 from magicpig_cli.model import hook
 from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.planner import Plan
@@ -53,9 +55,13 @@ class ModelRunner:
         sampler = None
         if plan.mode != "exact":
             sampler = LshSampler(plan.K, plan.L, hash_seed, plan.threads, self._staging)
-        self._attention = Attention(sampler, TORCH_DTYPE[plan.row_dtype], plan.threads, self._staging)
         # On a CPU the forward keeps all cores busy, and a worker beside it gains nothing (docs/decisions/004).
         self.builds_beside_forward = device.type != "cpu"
+        self.key_rotation: torch.Tensor | None = None  # [D, D]; rows hold keys multiplied by it
+        if plan.row_dtype == "int8":
+            self.key_rotation = self._staging.to_device(torch.from_numpy(rotation(shape.head_dim)))
+        row_dtype = TORCH_DTYPE[window_type(plan.row_dtype)]
+        self._attention = Attention(sampler, row_dtype, plan.threads, self._staging, self.key_rotation)
         self._sequences: weakref.WeakSet[Sequence] = weakref.WeakSet()
 
     def new_sequence(self) -> Sequence:

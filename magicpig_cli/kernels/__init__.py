@@ -11,7 +11,7 @@ from __future__ import annotations
 from magicpig_cli.kernels import isa
 from magicpig_cli.kernels.attend import Attended, Run, Sampled, SampledRows, exact_attend, lsh_attend, lsh_sample
 from magicpig_cli.kernels.hashing import Projection, hash_queries, hash_rows
-from magicpig_cli.kernels.rows import RowTable, RowType, widen
+from magicpig_cli.kernels.rows import NUMPY_TYPE, RowTable, RowType, row_bytes, row_width, widen, window_type
 from magicpig_cli.kernels.segment import (
     MAX_SEGMENT_ROWS,
     MAX_TAIL_ROWS,
@@ -27,6 +27,7 @@ from magicpig_cli.kernels.segment import (
 __all__ = [
     "MAX_SEGMENT_ROWS",
     "MAX_TAIL_ROWS",
+    "NUMPY_TYPE",
     "Attended",
     "Joining",
     "Projection",
@@ -45,7 +46,10 @@ __all__ = [
     "lsh_attend",
     "lsh_sample",
     "merge_segments",
+    "row_bytes",
+    "row_width",
     "segment_codes",
     "truncate_segment",
     "widen",
+    "window_type",
 ]

@@ -1,4 +1,8 @@
-"""Tables of stored rows: K and V of one key side by side, [2, D], float32 or bfloat16 as its bits (uint16)."""
+"""Tables of stored rows: K and V of one key side by side, [2, W] with W elements for the D values of each.
+
+float32: W = D. bfloat16, as its bits (uint16): W = D. int8: W = D + 2, the D values and then their scale, the two
+bytes of a bfloat16, lower first; a value means scale · int8, so a row is read in one place.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,41 @@ import numpy as np
 
 from magicpig_cli.kernels.checks import MAX_HEAD_DIM, want_array, want_int
 
-RowType = Literal["float32", "bfloat16"]
-_NUMPY_TYPE: dict[str, type] = {"float32": np.float32, "bfloat16": np.uint16}
+RowType = Literal["float32", "bfloat16", "int8"]
+SCALE_BYTES = 2
+NUMPY_TYPE: dict[str, type] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
+_BLOCK_KIND = {"float32": "float32", "bfloat16": "bf16 bits (uint16)", "int8": "int8 values and scale"}
+
+
+def row_width(head_dim: int, dtype: str) -> int:
+    """Elements that K or V of a row takes."""
+    return head_dim + SCALE_BYTES if dtype == "int8" else head_dim
+
+
+def row_bytes(head_dim: int, dtype: str) -> int:
+    """Bytes of a row: K and V."""
+    return 2 * row_width(head_dim, dtype) * np.dtype(NUMPY_TYPE[dtype]).itemsize
+
+
+def window_type(dtype: RowType) -> RowType:
+    """Type of the rows that a store of `dtype` is fed with and that stay near the model: int8 is for rows at rest."""
+    return "bfloat16" if dtype == "int8" else dtype
 
 
 def widen(rows: np.ndarray) -> np.ndarray:
-    """Rows as float32: bfloat16 bits are the upper half of a float32."""
+    """Stored rows [..., W] as float32 [..., D]: bfloat16 bits are the upper half of a float32."""
     if rows.dtype == np.uint16:
         return (rows.astype(np.uint32) << 16).view(np.float32)
+    if rows.dtype == np.int8:
+        scale = np.ascontiguousarray(rows[..., -SCALE_BYTES:]).view("<u2").astype(np.uint16)
+        values = rows[..., :-SCALE_BYTES].astype(np.float32)
+        values *= widen(scale)
+        return values
     return rows
 
 
 class RowTable:
-    """Where the rows of one layer and sequence lie: blocks [Hkv, block_rows, 2, D] that never move.
+    """Where the rows of one layer and sequence lie: blocks [Hkv, block_rows, 2, W] that never move.
 
     Row r of head h is row r % block_rows of block r // block_rows. Any block_rows ≥ 1 will do. The table keeps its
     blocks alive; their contents may change between calls, not during one.
@@ -30,8 +56,8 @@ class RowTable:
         want_int("kv_heads", kv_heads, 1)
         want_int("head_dim", head_dim, 1, MAX_HEAD_DIM)
         want_int("block_rows", block_rows, 1)
-        if dtype not in _NUMPY_TYPE:
-            raise ValueError(f"dtype: want float32 or bfloat16, got {dtype!r}")
+        if dtype not in NUMPY_TYPE:
+            raise ValueError(f"dtype: want float32, bfloat16 or int8, got {dtype!r}")
         self.kv_heads = kv_heads
         self.head_dim = head_dim
         self.dtype = dtype
@@ -55,10 +81,10 @@ class RowTable:
         return len(self._blocks) * self.block_rows
 
     def append_block(self, block: np.ndarray) -> None:
-        """Add a block [Hkv, block_rows, 2, D] of the row type, C-contiguous."""
-        shape = (self.kv_heads, self.block_rows, 2, self.head_dim)
-        kind = "float32" if self.wide else "bf16 bits (uint16)"
-        want_array("block", block, _NUMPY_TYPE[self.dtype], "Hkv, block_rows, 2, D", shape, kind)
+        """Add a block [Hkv, block_rows, 2, W] of the row type, C-contiguous."""
+        shape = (self.kv_heads, self.block_rows, 2, row_width(self.head_dim, self.dtype))
+        axes = f"Hkv, block_rows, 2, {'D + 2' if self.dtype == 'int8' else 'D'}"
+        want_array("block", block, NUMPY_TYPE[self.dtype], axes, shape, _BLOCK_KIND[self.dtype])
         if len(self._blocks) == len(self._addresses):
             self._addresses = np.concatenate([self._addresses, np.zeros_like(self._addresses)])
         self._addresses[len(self._blocks)] = block.ctypes.data

@@ -14,20 +14,28 @@ _FIXED_FREQUENCIES = {"default", "linear", "llama3", "yarn", "proportional"}
 class RotaryShift:
     """Rotates keys by a number of positions, for models with one set of frequencies and half-split rotation.
 
-    `possible` is False for any other model; `shift` then returns keys as they are.
+    `possible` is False for any other model; `shift` then returns keys as they are. basis: an orthogonal [D, D] by
+    which the keys that are given and returned have been multiplied, as int8 rows are (`attention.rotation`).
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, basis: torch.Tensor | None = None) -> None:
         rotary = getattr(model.base_model, "rotary_emb", None)
         frequencies = getattr(rotary, "inv_freq", None)
         kind = getattr(rotary, "rope_type", None)
         self.possible = frequencies is not None and kind in _FIXED_FREQUENCIES and _splits_in_halves(model)
         self._frequencies = frequencies
+        self._basis = basis
 
     def shift(self, keys: torch.Tensor, by: int) -> torch.Tensor:
         """keys [..., D] of any float type, as if each stood `by` positions later."""
         if not self.possible or by == 0:
             return keys
+        if self._basis is None:
+            return self._turn(keys, by)
+        basis = self._basis.to(keys.device)
+        return (self._turn(keys.float() @ basis.T, by) @ basis).to(keys.dtype)
+
+    def _turn(self, keys: torch.Tensor, by: int) -> torch.Tensor:
         assert self._frequencies is not None
         angle = by * self._frequencies.double().to(keys.device)
         cos, sin = angle.cos(), angle.sin()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from magicpig_cli import kernels
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.layer import LayerCache, LayerSpec
+from magicpig_cli.cache.quantize import quantize
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import TORCH_DTYPE
 from magicpig_cli.cache.window import WindowShape
@@ -74,6 +77,32 @@ def test_any_path_leaves_the_same_rows_in_the_same_places(path, sink, local, flu
         assert cache.store.nbytes == direct.store.nbytes
         recent = cache.window.used - min(sink, length)
         assert recent == max(0, length - sink) if cache.store.length == 0 else local <= recent < local + flush
+
+
+@settings(deadline=None, max_examples=100)
+@given(steps, st.integers(0, 5), st.integers(1, 6), st.integers(1, 5))
+def test_an_int8_store_has_the_same_bytes_whatever_the_path(path, sink, local, flush):
+    """Rows that a cut brings back to the window have been rounded; when they leave again, they are what they were."""
+    shape = WindowShape(sink, local, flush)
+    cache = make(shape, "int8")
+    length = 0
+    for kind, amount in path:
+        if kind == "cut":
+            length = min(length, amount)
+            cache.truncate(amount)
+        else:
+            feed(cache, length, length + amount, kind == "one", "bfloat16")
+            length += amount
+        direct = make(shape, "int8")
+        direct.extend(rows(0, length, "bfloat16"))
+        assert cache.store.length == direct.store.length == shape.offloaded(length)
+        count = cache.store.length
+        assert torch.equal(cache.store.read(0, count), direct.store.read(0, count))
+        moved = quantize(rows(sink, sink + count, "bfloat16")).numpy()
+        assert np.array_equal(cache.store.read(0, count).numpy(), kernels.widen(moved))
+        assert cache.window.rows.dtype == torch.bfloat16
+        if length:
+            assert torch.equal(cache.copy_rows()[:, sink : sink + count], cache.store.read(0, count).bfloat16())
 
 
 @settings(deadline=None, max_examples=100)

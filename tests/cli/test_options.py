@@ -69,7 +69,7 @@ EXAMPLES: dict[str, tuple[str | None, Any]] = {
     "sink": ("8", 8),
     "local": ("128", 128),
     "dense_layers": ("16,0", (0, 16)),
-    "kv_dtype": ("float32", "float32"),
+    "kv_dtype": ("int8", "int8"),
     "hash_seed": ("5", 5),
     "max_tokens": ("9", 9),
     "temperature": ("0", 0.0),

@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import torch
 
 from magicpig_cli import kernels
+from magicpig_cli.cache.quantize import quantize
+
+ROW_TYPES = ("float32", "bfloat16", "int8")
 
 
 def to_bits(x: np.ndarray) -> np.ndarray:
@@ -16,6 +20,14 @@ def to_bits(x: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(x), rounded, bits >> 16).astype(np.uint16)
 
 
+def as_stored(rows: np.ndarray, dtype: str) -> np.ndarray:
+    """Rows [..., D] in the layout of a row type: [..., W]."""
+    rows = rows.astype(np.float32)
+    if dtype == "int8":
+        return quantize(torch.from_numpy(rows)).numpy()
+    return rows if dtype == "float32" else to_bits(rows)
+
+
 def make_table(rows: np.ndarray, dtype: str = "float32", block_rows: int = 1024, shift: int = 0) -> kernels.RowTable:
     """Rows float32 [Hkv, N, 2, D] as a table whose blocks start `shift` elements after an aligned address.
 
@@ -23,12 +35,13 @@ def make_table(rows: np.ndarray, dtype: str = "float32", block_rows: int = 1024,
     """
     heads, count, _, head_dim = rows.shape
     table = kernels.RowTable(heads, head_dim, dtype, block_rows)
-    stored = rows.astype(np.float32) if dtype == "float32" else to_bits(rows.astype(np.float32))
-    nan = np.float32(np.nan) if dtype == "float32" else np.uint16(0x7FC0)
+    stored = as_stored(rows, dtype)
+    width = stored.shape[-1]
+    nan = {"float32": np.float32(np.nan), "bfloat16": np.uint16(0x7FC0), "int8": np.int8(-1)}[dtype]
     for start in range(0, count, block_rows):
         part = stored[:, start : start + block_rows]
-        memory = np.full(heads * block_rows * 2 * head_dim + shift, nan, dtype=stored.dtype)
-        block = memory[shift:].reshape(heads, block_rows, 2, head_dim)
+        memory = np.full(heads * block_rows * 2 * width + shift, nan, dtype=stored.dtype)
+        block = memory[shift:].reshape(heads, block_rows, 2, width)
         block[:, : part.shape[1]] = part
         block.flags.writeable = False
         table.append_block(block)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from magicpig_cli import kernels
 from magicpig_cli.kernels import reference
-from tests.kernels.data import make_rows, make_table
+from tests.kernels.data import ROW_TYPES, make_rows, make_table
 from tests.tolerances import attention_bounds, logit_bound
 
 RELAXED = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -42,7 +42,7 @@ def assert_exact(done: kernels.Attended, q: np.ndarray, rows: list[np.ndarray], 
     head_dim=st.sampled_from([1, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 80, 96, 127, 128, 129, 256, 512]),
     counts=st.lists(st.sampled_from([0, 1, 3, 31, 32, 33, 64, 200]), min_size=1, max_size=3),
     group=st.sampled_from([1, 2, 3, 5, 6, 7, 8, 16]),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
+    dtype=st.sampled_from(ROW_TYPES),
     softcap=st.sampled_from([None, 5.0, 50.0]),
     seed=st.integers(0, 100),
 )
@@ -54,15 +54,17 @@ def test_equals_softmax(isa, head_dim, counts, group, dtype, softcap, seed):
     assert_exact(done, q, [t.read(0, n) for t, n in zip(tables, counts, strict=True)], head_dim**-0.5, softcap)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("count", [4095, 4096, 4097, 9000])
-def test_long_runs_are_cut_and_merged(isa, count):
-    table, q = make_table(make_rows(1, count, 64), "bfloat16"), queries(1, 3, 64)
+def test_long_runs_are_cut_and_merged(isa, count, dtype):
+    table, q = make_table(make_rows(1, count, 64), dtype), queries(1, 3, 64)
     done = kernels.exact_attend(q, [[(table, 0, count)]], scale=0.125, threads=2)
     assert_exact(done, q, [table.read(0, count)], 0.125, None)
 
 
-def test_several_runs_are_one_softmax_whatever_their_row_types(isa):
-    near, far = make_table(make_rows(2, 70, 96), "float32", 70), make_table(make_rows(2, 300, 96, 1), "bfloat16", 64)
+@pytest.mark.parametrize(("near", "far"), [("float32", "bfloat16"), ("bfloat16", "int8"), ("int8", "float32")])
+def test_several_runs_are_one_softmax_whatever_their_row_types(isa, near, far):
+    near, far = make_table(make_rows(2, 70, 96), near, 70), make_table(make_rows(2, 300, 96, 1), far, 64)
     q = queries(2, 4, 96)
     runs = [[(near, 0, 4), (near, 4, 4), (far, 17, 290), (near, 5, 70)], []]
     done = kernels.exact_attend(q, runs, scale=0.1, threads=2)
@@ -70,7 +72,7 @@ def test_several_runs_are_one_softmax_whatever_their_row_types(isa):
     assert_exact(done, q, [seen, seen[:, :0]], 0.1, None)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ROW_TYPES)
 @pytest.mark.parametrize("head_dim", [72, 128])
 def test_no_bit_depends_on_threads_neighbours_blocks_or_alignment(native_isa, head_dim, dtype):
     rows, q = make_rows(2, 6000, head_dim), queries(2, 6, head_dim)
@@ -140,7 +142,11 @@ def test_blocks_are_checked():
         table.append_block(np.zeros((2, 16, 2, 8), np.float32))
     with pytest.raises(ValueError, match=r"= \(2, 16, 2, 8\), got uint16 \(2, 17, 2, 8\)"):
         table.append_block(np.zeros((2, 17, 2, 8), np.uint16))
-    with pytest.raises(ValueError, match="dtype: want float32 or bfloat16, got 'float16'"):
+    with pytest.raises(
+        ValueError, match=r"block: want int8 values and scale \[Hkv, block_rows, 2, D \+ 2\] = .*, 10\)"
+    ):
+        kernels.RowTable(2, 8, "int8", 16).append_block(np.zeros((2, 16, 2, 8), np.int8))
+    with pytest.raises(ValueError, match="dtype: want float32, bfloat16 or int8, got 'float16'"):
         kernels.RowTable(2, 8, "float16", 16)
     with pytest.raises(ValueError, match="head_dim: want 1 to 512, got 513"):
         kernels.RowTable(2, 513, "float32", 16)
@@ -161,3 +167,9 @@ def test_a_table_grows_shrinks_and_keeps_its_blocks(isa):
 def test_reference_reads_bfloat16_as_the_upper_half_of_float32():
     assert kernels.widen(np.array([0x3F80, 0xC040], np.uint16)).tolist() == [1.0, -3.0]
     assert reference.TIER == "reference"
+
+
+def test_reference_reads_int8_times_the_scale_behind_it():
+    two, minus_three = (0x00, 0x40), (0x40, 0xC0)  # bfloat16, lower byte first
+    rows = np.array([[1, -127, 0, *two], [5, 2, -1, *minus_three]]).astype(np.int8)
+    assert kernels.widen(rows).tolist() == [[2.0, -254.0, 0.0], [-15.0, -6.0, 3.0]]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from magicpig_cli import kernels
 from magicpig_cli.kernels import isa as tiers
-from tests.kernels.data import make_projection, make_rows, make_table
+from tests.kernels.data import ROW_TYPES, make_projection, make_rows, make_table
 from tests.tolerances import DOT, U
 
 RELAXED = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -33,7 +33,7 @@ def bits_of(codes: np.ndarray, K: int) -> np.ndarray:
     count=st.sampled_from([1, 3, 4, 5, 127, 128, 129, 300]),
     K=st.sampled_from([1, 8, 10, 12, 16]),
     L=st.sampled_from([2, 8, 9, 24, 25, 49, 150]),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
+    dtype=st.sampled_from(ROW_TYPES),
     seed=st.integers(0, 1000),
 )
 def test_bits_are_signs_of_projections(isa, head_dim, count, K, L, dtype, seed):
@@ -65,7 +65,7 @@ def test_a_key_equal_to_the_mean_has_code_zero(isa):
     assert codes[0, :, [0, 1, 3]].any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ROW_TYPES)
 def test_no_bit_depends_on_tiling_threads_blocks_or_alignment(native_isa, dtype):
     rows = make_rows(3, 700, 72)
     projection = make_projection(72, 9, 50)
@@ -92,7 +92,7 @@ def test_queries_and_rows_have_one_code(native_isa):
     assert np.array_equal(kernels.hash_queries(one, projection, 1)[0, 0], codes[0, :, 7 * 13 + 4])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ROW_TYPES)
 @pytest.mark.parametrize("head_dim", [1, 17, 64, 128, 200])
 def test_fused_tiers_agree_to_the_bit(monkeypatch, head_dim, dtype):
     fused = [tier for tier in tiers.runnable() if tier != "portable"]

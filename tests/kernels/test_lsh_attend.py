@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from magicpig_cli import kernels
 from magicpig_cli.kernels import reference
-from tests.kernels.data import log_weights, make_group, make_projection, make_rows, make_table
+from tests.kernels.data import ROW_TYPES, log_weights, make_group, make_projection, make_rows, make_table
 from tests.tolerances import DOT, U, attention_bounds, dot_bound, logit_bound, weight_bound
 
 RELAXED = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -70,7 +70,7 @@ def logits_in_float64(query, keys, mu, weights, scale, softcap):
     counts=st.lists(st.sampled_from([1, 31, 64, 65, 500]), min_size=1, max_size=2),
     group=st.sampled_from([1, 2, 3, 5, 6, 7, 8, 16]),
     tail=st.sampled_from([0, 1, 63, 64, 65]),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
+    dtype=st.sampled_from(ROW_TYPES),
     softcap=st.sampled_from([None, 5.0]),
     seed=st.integers(0, 100),
 )
@@ -94,11 +94,12 @@ def test_rows_and_estimate(isa, head_dim, kl, counts, group, tail, dtype, softca
     assert set(done.stage_ns) == {"retrieve", "attend", "merge"}
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("tail", [0, 300])
-def test_everything_sampled_without_weights_is_exact_attention(isa, tail):
+def test_everything_sampled_without_weights_is_exact_attention(isa, tail, dtype):
     """K = 1 and L = 300 sample every key that is not opposite to the query."""
     rows = make_rows(2, 5000, 64)
-    table, projection = make_table(rows, "bfloat16"), make_projection(64, 1, 300)
+    table, projection = make_table(rows, dtype), make_projection(64, 1, 300)
     group = make_group(table, 5000, projection, (1000, 2000), tail)
     q = queries(1, 4, 64)
     codes = kernels.hash_queries(q, projection, 1)
@@ -116,7 +117,7 @@ def test_everything_sampled_without_weights_is_exact_attention(isa, tail):
 def test_no_bit_depends_on_threads_neighbours_blocks_or_alignment(native_isa):
     rows, projection, q = make_rows(2, 9000, 72), make_projection(72, 6, 80), queries(2, 6, 72)
     codes, weights = kernels.hash_queries(q, projection, 1), log_weights(6, 80)
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ROW_TYPES:
         group = make_group(make_table(rows, dtype), 9000, projection, (5000,), 500)
         wanted = kernels.lsh_attend(q, codes, [group, group], weights, scale=0.2, threads=1)
         assert wanted.sampled.min() > 50

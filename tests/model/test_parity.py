@@ -21,8 +21,10 @@ from tests.tolerances import close_logits
 NEW_TOKENS = 12
 
 
-def make_runner(model, mode: str = "exact", chunk: int = 16, auto_from: int = 4096, **attention) -> ModelRunner:
-    options = AttentionOptions(mode=mode, kv_dtype="float32", **attention)
+def make_runner(
+    model, mode: str = "exact", chunk: int = 16, auto_from: int = 4096, kv_dtype: str = "float32", **attention
+) -> ModelRunner:
+    options = AttentionOptions(mode=mode, kv_dtype=kv_dtype, **attention)
     shape = shape_from_config(model.config)
     chosen = plan(hardware.probe(), shape, Settings(attention=options, threads=1))
     return ModelRunner(

@@ -7,8 +7,10 @@ import sys
 import pytest
 import torch
 
+from magicpig_cli.attention.rotation import rotation
 from magicpig_cli.model.rotary import RotaryShift
 from tests.tiny import tiny_model
+from tests.tolerances import DOT, U
 
 SCALINGS = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
@@ -41,6 +43,18 @@ def test_shift_composes_with_the_models_rotation(scaling, by):
     # The model multiplies float32 angles; at position p their rounding is up to p·2⁻²⁴.
     bound = 2.0**-22 * (by + 12) * float(keys.abs().max())
     assert (moved - rotated(model, keys, 3 + by)).abs().max() <= bound
+
+
+@pytest.mark.parametrize("by", [1, 1000])
+def test_shift_in_another_basis(by):
+    """Rows under int8 stores hold rotated keys."""
+    model = tiny_model("llama")
+    dim = model.config.hidden_size // model.config.num_attention_heads
+    basis = torch.from_numpy(rotation(dim))
+    keys = torch.randn(2, 9, dim, generator=torch.Generator().manual_seed(0))
+    moved = RotaryShift(model, basis).shift(keys @ basis, by)
+    wanted = RotaryShift(model).shift(keys, by) @ basis
+    assert ((moved - wanted).abs() <= 3 * DOT * U * keys.norm(dim=-1, keepdim=True)).all()
 
 
 def test_models_whose_frequencies_depend_on_length_are_left_alone():

@@ -75,6 +75,14 @@ def test_float32_rows_take_twice_the_bytes():
     assert full.index_bytes(9000) == half.index_bytes(9000)
 
 
+def test_int8_rows_take_a_byte_per_value_and_two_for_each_scale():
+    whole, half = (plan(DESKTOP, LLAMA_8B, settings(mode="lsh", kv_dtype=kind)) for kind in ("bfloat16", "int8"))
+    assert half.kv_bytes(98_304) == LLAMA_96K_KV * 130 // 256
+    assert half.window_bytes() == whole.window_bytes()  # near the model rows are bfloat16
+    assert half.index_bytes(98_304) == whole.index_bytes(98_304)
+    assert any("rows int8: a quarter of the memory" in reason for reason in half.reasons)
+
+
 @pytest.mark.parametrize(
     ("options", "tokens", "indexed"),
     [

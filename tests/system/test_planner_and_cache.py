@@ -21,11 +21,13 @@ from tests.tiny import tiny_model
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("turns", [(1200,), (400, 100, 700), (1199, 1)])
-def test_bytes_of_a_sequence(family, turns):
+def test_bytes_of_a_sequence(family, turns, kv_dtype):
     model = tiny_model(family)
     shape = shape_from_config(model.config)
-    chosen = plan(hardware.probe(), shape, Settings(attention=AttentionOptions(mode="lsh", K=5, L=12), threads=1))
+    options = AttentionOptions(mode="lsh", K=5, L=12, kv_dtype=kv_dtype)
+    chosen = plan(hardware.probe(), shape, Settings(attention=options, threads=1))
     runner = ModelRunner(model, shape, chosen, torch.device("cpu"), hash_seed=0)
     sequence = runner.new_sequence()
     for turn in turns:
