@@ -37,27 +37,36 @@ cdef extern from "rows.h" nogil:
     enum: VW
     enum: TILE
     enum: MAX_PACKED
+    enum: BFLOAT16
+    enum: FLOAT32
     ctypedef const char* row_t
     ctypedef struct rows_t:
         const int64_t* blocks
         int64_t block_rows
         int64_t row_bytes
         int32_t head_dim
-        int32_t wide
+        int32_t type
+    ctypedef struct fetch_t:
+        pass
     row_t row_at(const rows_t* rows, int64_t head, int64_t row)
     void rows_from(const rows_t* rows, int64_t head, int64_t first, int n, row_t* out)
+    int64_t half_bytes(int head_dim, int type)
     int packed_length(int head_dim)
-    void pack(const float* x, int head_dim, int wide, float* out)
-    void add_packed(const float* x, int head_dim, int wide, float factor, float* out)
+    void pack(const float* x, int head_dim, int type, float* out)
+    void add_packed(const float* x, int head_dim, int type, float factor, float* out)
     void prefetch(const char* at, int64_t bytes)
-    void prefetch_row(const char* at, int64_t bytes)
-    void rows_dot(const float* x, int64_t stride, int count, const row_t* rows, int n, int head_dim, int wide,
-                  const row_t* ahead, int64_t skip, int64_t bytes, float* out)
-    void rows_distance(const float* x, const row_t* rows, int n, int head_dim, int wide,
-                       const row_t* ahead, int64_t skip, int64_t bytes, float* out)
-    void rows_add(const float* p, int count, const row_t* rows, int n, int head_dim, int wide, const row_t* ahead,
+    void fetch_start(fetch_t* fetch, const row_t* rows, int n, int64_t bytes)
+    void fetch_lines(fetch_t* fetch, int count)
+    void rows_dot(const float* x, int64_t stride, int heads, const row_t* rows, int n, int head_dim, int type,
+                  fetch_t* fetch, float* out)
+    void rows_distance(const float* x, const row_t* rows, int n, int head_dim, int type, fetch_t* fetch, float* out)
+    void rows_add(float* p, int heads, const row_t* rows, int n, int head_dim, int type, fetch_t* fetch,
                   const float* factor, float* total, int64_t stride)
     float packed_dot(const float* x, const float* y, int head_dim)
+
+
+cdef enum:
+    ALL_LINES = 1 << 30
 
 
 cdef extern from "logits.h" nogil:
@@ -73,7 +82,7 @@ cdef extern from "hash.h" nogil:
     enum: HASH_BLOCK
     int table_blocks(int tables)
     void pack_projection_block(const float* matrix, int D, int K, int L, int block, float* out)
-    void hash_pack(const row_t* rows, int n, int D, int wide, float* out)
+    void hash_pack(const row_t* rows, int n, int D, int type, float* out)
     void hash_tables(const float* rows, int n, const float* panel, int D, int K, int tables, const float* bias,
                      uint32_t* codes, float* raw)
 

@@ -1,9 +1,10 @@
 # Exact attention over runs of rows, and what the sampler shares with it: pieces, partial results and their merge.
-# A piece is at most PIECE_ROWS rows of one kv head, for all its query heads. Pieces are cut by row counts alone and
+# A piece is at most PIECE_ROWS (or SAMPLED_PIECE_ROWS) rows of one kv head, for all its query heads. Pieces are cut by row counts alone and
 # merged in order, so results do not depend on threads.
 
 cdef enum:
     PIECE_ROWS = 4096  # 2 MB of bfloat16 rows at D = 128: a merge costs little, and 16 threads find work at 16k rows
+    SAMPLED_PIECE_ROWS = 8192  # of which few are read: nothing is fetched ahead for the first tile of a piece
 
 
 cdef struct Shape:
@@ -75,22 +76,28 @@ cdef class Tables:
             self.held.append(held)
             rows = <rows_t*>self.memory.at + <int64_t>i
             rows.blocks = &addresses[0] if addresses.shape[0] else NULL
-            rows.block_rows, rows.head_dim, rows.wide = table.block_rows, table.head_dim, table.wide
-            rows.row_bytes = 2 * rows.head_dim * (4 if rows.wide else 2)
+            rows.block_rows, rows.head_dim, rows.type = table.block_rows, table.head_dim, table.type
+            rows.row_bytes = 2 * half_bytes(rows.head_dim, rows.type)
 
     cdef const rows_t* of(self, int64_t i) noexcept:
         return <const rows_t*>self.memory.at + i
 
 
 cdef Memory _packed_queries(const float[:, :, ::1] q, tables):
-    """float32 [2][B·H][packed]: packed for bfloat16 rows, then for float32 rows; what no table needs is zero."""
+    """float32 [2][B·H][packed]: packed for bfloat16 rows, then for others; what no table needs is zero."""
     cdef int64_t i, count = q.shape[0] * q.shape[1]
-    cdef int D = q.shape[2], wide
+    cdef int D = q.shape[2], type
     memory = Memory(2 * count * packed_length(D) * sizeof(float))
-    for wide in {table.wide for table in tables}:
+    for type in {table.type for table in tables}:
         for i in range(count):
-            pack(&q[0, 0, 0] + i * D, D, wide, <float*>memory.at + (wide * count + i) * packed_length(D))
+            pack(&q[0, 0, 0] + i * D, D, type, <float*>memory.at + ((type != BFLOAT16) * count + i) * packed_length(D))
     return memory
+
+
+cdef inline const float* _queries_of(const float* queries, const Piece* piece, const Shape* shape) noexcept nogil:
+    """The packed queries of the piece's group, for its type of rows."""
+    cdef int64_t other = piece.rows.type != BFLOAT16
+    return queries + ((other * shape.B + piece.b) * shape.H + piece.kv_head * shape.G) * shape.packed
 
 
 cdef class Partials:
@@ -111,12 +118,13 @@ cdef class Partials:
 cdef int64_t _cut(const rows_t* rows, int64_t b, int64_t kv_head, int64_t start, int64_t stop, const Part* part,
                   Piece* pieces) noexcept nogil:
     """Cut rows [start, stop) into pieces; returns how many. Only counts if `pieces` is NULL."""
-    cdef int64_t count = (stop - start + PIECE_ROWS - 1) // PIECE_ROWS, i
+    cdef int64_t size = PIECE_ROWS if part == NULL else SAMPLED_PIECE_ROWS
+    cdef int64_t count = (stop - start + size - 1) // size, i
     if pieces != NULL:
         for i in range(count):
             pieces[i].rows, pieces[i].b, pieces[i].kv_head, pieces[i].part = rows, b, kv_head, part
-            pieces[i].start = start + i * PIECE_ROWS
-            pieces[i].stop = min(stop, start + (i + 1) * PIECE_ROWS)
+            pieces[i].start = start + i * size
+            pieces[i].stop = min(stop, start + (i + 1) * size)
     return count
 
 
@@ -151,13 +159,14 @@ def exact_attend(const float[:, :, ::1] q, runs, float scale, float softcap, int
 
 cdef void _attend_run(const Piece* piece, const Shape* shape, const float* queries, float* out, float* top,
                       float* total) noexcept nogil:
-    """All rows of the piece, tile by tile, two query heads at a time: a row is decoded once for both."""
+    """All rows of the piece, tile by tile, up to four query heads at a time: a row is decoded once for them."""
     cdef const rows_t* rows = piece.rows
-    cdef const float* q = queries + ((rows.wide * shape.B + piece.b) * shape.H + piece.kv_head * shape.G) * shape.packed
+    cdef const float* q = _queries_of(queries, piece, shape)
     cdef row_t tile[2][TILE]
-    cdef float weights[2 * TILE]
+    cdef float weights[4 * TILE]
+    cdef fetch_t fetch
     cdef int64_t at = piece.start
-    cdef int n = <int>min(<int64_t>TILE, piece.stop - at), ahead, g, pair, now = 0, i
+    cdef int n = <int>min(<int64_t>TILE, piece.stop - at), ahead, g, heads, now = 0
     rows_from(rows, piece.kv_head, at, n, tile[0])
     for g in range(shape.G):
         top[g] = -INFINITY
@@ -165,31 +174,28 @@ cdef void _attend_run(const Piece* piece, const Shape* shape, const float* queri
         at = at + n
         ahead = <int>max(<int64_t>0, min(<int64_t>TILE, piece.stop - at))
         rows_from(rows, piece.kv_head, at, ahead, tile[1 - now])
-        for i in range(ahead, n):
-            tile[1 - now][i] = tile[now][i]
+        fetch_start(&fetch, tile[1 - now], ahead, rows.row_bytes)
         g = 0
         while g < shape.G:
-            pair = 2 if g + 1 < shape.G else 1
-            rows_dot(q + g * shape.packed, shape.packed, pair, tile[now], n, shape.D, rows.wide,
-                     tile[1 - now] if g == 0 else NULL, 0, rows.row_bytes // 2, weights)
-            _accumulate(weights, pair, NULL, tile[now], n, tile[1 - now] if g == 0 else NULL, rows, shape,
-                        out + g * shape.packed, top + g, total + g)
-            g = g + pair
+            heads = 4 if g + 3 < shape.G else 2 if g + 1 < shape.G else 1
+            rows_dot(q + g * shape.packed, shape.packed, heads, tile[now], n, shape.D, rows.type, &fetch, weights)
+            _accumulate(weights, heads, NULL, tile[now], n, rows, shape, &fetch, out + g * shape.packed, top + g, total + g)
+            g = g + heads
         n, now = ahead, 1 - now
 
 
-cdef inline void _accumulate(float* dots, int count, const float* extra, const row_t* tile, int n, const row_t* ahead,
-                             const rows_t* rows, const Shape* shape, float* out, float* top, float* total) noexcept nogil:
-    """dots [count][TILE] = q·k of n rows → their part of the online softmax; `extra` is added to the logits."""
+cdef inline void _accumulate(float* dots, int heads, const float* extra, const row_t* tile, int n, const rows_t* rows,
+                             const Shape* shape, fetch_t* fetch, float* out, float* top, float* total) noexcept nogil:
+    """dots [heads][TILE] = q·k of n rows → their part of the online softmax; `extra` is added to the logits."""
     cdef int r, i
-    cdef float factor[2]
-    for i in range(count):
+    cdef float factor[4]
+    for i in range(heads):
         logits_scale(dots + i * TILE, n, shape.scale, shape.cap)
         if extra != NULL:
             for r in range(n):
                 dots[r] += extra[r]
         factor[i] = softmax_step(dots + i * TILE, n, top + i, total + i)
-    rows_add(dots, count, tile, n, shape.D, rows.wide, ahead, factor, out, shape.packed)
+    rows_add(dots, heads, tile, n, shape.D, rows.type, fetch, factor, out, shape.packed)
 
 
 cdef tuple _merge(const Partial* view, const Shape* shape, int64_t pieces, int threads):
@@ -222,7 +228,7 @@ cdef void _merge_head(const Partial* view, const Shape* shape, int64_t item, flo
         weight = expf(view.top[at] - top)
         total += weight * view.total[at]
         if weight > 0:
-            add_packed(view.out + at * shape.packed, shape.D, view.pieces[i].rows.wide, weight, out)
+            add_packed(view.out + at * shape.packed, shape.D, view.pieces[i].rows.type, weight, out)
     for d in range(shape.D):
         out[d] /= total
     lse[0] = top + logf(total)

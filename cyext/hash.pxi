@@ -35,14 +35,14 @@ cdef object _packed_bias(bias, int heads, int K, int L):
     return np.ascontiguousarray(packed.reshape(heads, table_blocks(L), VW, K).transpose(0, 1, 3, 2))
 
 
-cdef void _hash_item(const HashJob* job, const row_t* rows, int n, int wide, int head, int first, int last,
+cdef void _hash_item(const HashJob* job, const row_t* rows, int n, int type, int head, int first, int last,
                      float* packed, uint32_t* codes, uint16_t* out, int64_t table_stride,
                      int64_t row_stride) noexcept nogil:
     """Codes of n ≤ HASH_BLOCK keys in table blocks [first, last): out[table·table_stride + row·row_stride]."""
     cdef int block = first, tables, t, lane, table, r
     cdef int64_t panel = <int64_t>job.K * job.D * VW
     cdef const uint32_t* code
-    hash_pack(rows, n, job.D, wide, packed)
+    hash_pack(rows, n, job.D, type, packed)
     while block < last:
         tables = min(<int>HASH_TABLES, last - block)
         memset(codes, 0, tables * HASH_BLOCK * VW * sizeof(uint32_t))
@@ -75,8 +75,8 @@ def hash_rows(table, int64_t start, int64_t stop, const float[:, :, :, ::1] pack
     if count == 0 or heads == 0:
         return
     rows.blocks, rows.block_rows = &addresses[0], table.block_rows
-    rows.head_dim, rows.wide = table.head_dim, table.wide
-    rows.row_bytes = 2 * rows.head_dim * (4 if rows.wide else 2)
+    rows.head_dim, rows.type = table.head_dim, table.type
+    rows.row_bytes = 2 * half_bytes(rows.head_dim, rows.type)
     cdef float[:, :, :, ::1] biases = _packed_bias(bias[first_head : first_head + heads], heads, K, L)
     cdef float[:, ::1] scratch = _hash_scratch(threads, rows.head_dim)
     job.panels, job.bias, job.D, job.K, job.L, job.blocks = (
@@ -92,7 +92,7 @@ cdef void _hash_stored(const HashJob* job, const rows_t* rows, int head, int fir
     cdef row_t at[HASH_BLOCK]
     cdef int n = <int>min(<int64_t>HASH_BLOCK, count - done)
     rows_from(rows, first_head + head, start + done, n, at)
-    _hash_item(job, at, n, rows.wide, head, 0, job.blocks, scratch, <uint32_t*>(scratch + HASH_BLOCK * job.D),
+    _hash_item(job, at, n, rows.type, head, 0, job.blocks, scratch, <uint32_t*>(scratch + HASH_BLOCK * job.D),
                out + done, table_stride, 1)
 
 
@@ -123,7 +123,7 @@ cdef void _hash_some_queries(const HashJob* job, const float* q, int64_t done, i
     cdef int first = group * HASH_TABLES
     for r in range(n):
         at[r] = <row_t>(q + (done + r) * job.D)
-    _hash_item(job, at, n, 1, 0, first, min(first + <int>HASH_TABLES, job.blocks), scratch,
+    _hash_item(job, at, n, FLOAT32, 0, first, min(first + <int>HASH_TABLES, job.blocks), scratch,
                <uint32_t*>(scratch + HASH_BLOCK * job.D), out + done * job.L, 1, job.L)
 
 
@@ -140,7 +140,7 @@ def project(const float[:, ::1] x, const float[:, :, :, ::1] packed, int K, int 
     cdef uint32_t[::1] unused = np.zeros(HASH_BLOCK * VW, dtype=np.uint32)
     for row in range(n):
         at[0] = <row_t>&x[row, 0]
-        hash_pack(at, 1, D, 1, &packed_row[0])
+        hash_pack(at, 1, D, FLOAT32, &packed_row[0])
         for block in range(table_blocks(L)):
             hash_tables(&packed_row[0], 1, &packed[block, 0, 0, 0], D, K, 1, &zero[0, block, 0, 0],
                         &unused[0], &planes[0, 0, 0])

@@ -58,9 +58,9 @@ cdef class Parts:
 
 
 cdef void _retrieve_all(Parts parts, const uint16_t[:, :, ::1] codes, int Hkv, int threads, int64_t* times):
-    """Fill the bits of every part. Items are (part, kv head)."""
-    cdef int64_t items = parts.count * Hkv, item, began, lists_bytes
+    """Fill the bits of every part. Items are (part, query head)."""
     cdef int H = codes.shape[1], L = codes.shape[2], thread
+    cdef int64_t items = parts.count * H, item, began, lists_bytes
     # ids, sizes, counters: each starts on its own cache line
     cdef int64_t pointers = (L * 8 // 64 + 1) * 64, numbers = (L * 4 // 64 + 1) * 64
     lists_bytes = pointers + numbers + (parts.longest // 64 + 1) * 64
@@ -69,45 +69,36 @@ cdef void _retrieve_all(Parts parts, const uint16_t[:, :, ::1] codes, int Hkv, i
     for item in prange(items, nogil=True, schedule="dynamic", num_threads=threads):
         thread = threadid()
         began = now_ns()
-        _retrieve(parts.at + item // Hkv, item % Hkv, H // Hkv, L, &codes[0, 0, 0] + parts.at[item // Hkv].b * H * L,
+        _retrieve(parts.at + item // H, item % H, item % H * Hkv // H, L,
+                  &codes[0, 0, 0] + (parts.at[item // H].b * H + item % H) * L,
                   scratch.at + thread * lists_bytes, pointers, numbers)
         times[thread * 8] += now_ns() - began
 
 
-cdef void _retrieve(const Part* part, int64_t kv_head, int G, int L, const uint16_t* codes, char* scratch,
+cdef void _retrieve(const Part* part, int64_t head, int64_t kv_head, int L, const uint16_t* codes, char* scratch,
                     int64_t pointers, int64_t numbers) noexcept nogil:
+    """The bits of one query head, whose codes [L] these are."""
     cdef Lists lists
-    cdef int64_t g, head, word
+    cdef uint64_t* bits = part.bits + head * part.words
     cdef const uint16_t* tail = part.codes + kv_head * L * part.capacity
+    cdef int64_t word
     lists.ids, lists.sizes = <const uint16_t**>scratch, <int*>(scratch + pointers)
     lists.counters = <uint8_t*>(scratch + pointers + numbers)
     if part.codes == NULL:
-        _prefetch_offsets(part, kv_head, G, L, codes + kv_head * G * L)
-    for g in range(G):
-        head = kv_head * G + g
-        if part.codes == NULL:
-            _count_hits(part, kv_head, L, codes + head * L, &lists)
+        _count_hits(part, kv_head, L, codes, &lists)
         for word in range(part.words):
-            if part.codes == NULL:
-                part.bits[head * part.words + word] = counters_take(lists.counters + 64 * word)
-            else:
-                part.bits[head * part.words + word] = compare_codes(
-                    tail + 64 * word, part.capacity, <int>min(<int64_t>64, part.n - 64 * word), L, codes + head * L)
-
-
-cdef void _prefetch_offsets(const Part* part, int64_t kv_head, int G, int L, const uint16_t* codes) noexcept nogil:
-    """The cells that a group will look up, table by table: they are scattered, one line each."""
-    cdef const uint16_t* table = part.offsets + kv_head * L * (part.buckets + 1)
-    cdef int64_t l, g
-    for l in range(L):
-        for g in range(G):
-            prefetch(<const char*>(table + codes[g * L + l]), 1)
-        table = table + part.buckets + 1
+            bits[word] = counters_take(lists.counters + 64 * word)
+    else:
+        for word in range(part.words):
+            bits[word] = compare_codes(tail + 64 * word, part.capacity, <int>min(<int64_t>64, part.n - 64 * word), L, codes)
 
 
 cdef void _count_hits(const Part* part, int64_t kv_head, int L, const uint16_t* codes, Lists* lists) noexcept nogil:
     """counters[row] = tables in which the row shares the query's bucket (exact up to 2, then at least 2)."""
+    cdef const uint16_t* offsets = part.offsets + kv_head * L * (part.buckets + 1)
     cdef int64_t l, cell
+    for l in range(L):  # scattered, one line each
+        prefetch(<const char*>(offsets + l * (part.buckets + 1) + codes[l]), 1)
     for l in range(L):
         cell = (kv_head * L + l) * (part.buckets + 1) + codes[l]
         lists.ids[l] = part.ids + (kv_head * L + l) * part.n + part.offsets[cell]
@@ -148,18 +139,17 @@ cdef int _next_tile(Scan* scan, int64_t* rows) noexcept nogil:
 
 cdef void _attend_sampled(const Piece* piece, const Shape* shape, const float* queries, const float* table, int cells,
                           float* out, float* top, float* total, int64_t* sampled) noexcept nogil:
-    """The sampled rows of the piece. Keys of the next tile are prefetched during the norms of this one, values head by
-    head: spread over the work, the memory is always busy."""
+    """The sampled rows of the piece. While a tile is worked on, the next one is fetched."""
     cdef const Part* part = piece.part
     cdef const rows_t* rows = piece.rows
-    cdef const float* q = queries + ((rows.wide * shape.B + piece.b) * shape.H + piece.kv_head * shape.G) * shape.packed
+    cdef const float* q = _queries_of(queries, piece, shape)
     cdef Scan scan
+    cdef fetch_t fetch
     cdef int64_t ids[2][TILE]
     cdef row_t tile[2][TILE]
     cdef float squares[TILE]
     cdef float mu[MAX_PACKED]
-    cdef int n, ahead, g, r, now = 0
-    cdef int64_t key_bytes = rows.row_bytes // 2
+    cdef int n, ahead, g, now = 0
     scan.bits, scan.words = part.bits + piece.kv_head * shape.G * part.words, part.words
     scan.G, scan.left, scan.word, scan.end = shape.G, 0, piece.start // 64 - 1, (piece.stop + 63) // 64
     for g in range(shape.G):
@@ -167,29 +157,34 @@ cdef void _attend_sampled(const Piece* piece, const Shape* shape, const float* q
     n = _next_tile(&scan, ids[0])
     if n == 0:
         return
-    pack(part.mu + piece.kv_head * shape.D, shape.D, rows.wide, mu)
-    for r in range(n):
-        tile[0][r] = row_at(rows, piece.kv_head, part.start + ids[0][r])
-        prefetch_row(tile[0][r], 2 * key_bytes)
+    pack(part.mu + piece.kv_head * shape.D, shape.D, rows.type, mu)
+    _rows_of_ids(rows, piece.kv_head, part.start, ids[0], n, tile[0])
+    fetch_start(&fetch, tile[0], n, rows.row_bytes)
+    fetch_lines(&fetch, ALL_LINES)
     while n > 0:
         ahead = _next_tile(&scan, ids[1 - now])
-        for r in range(ahead):
-            tile[1 - now][r] = row_at(rows, piece.kv_head, part.start + ids[1 - now][r])
-        for r in range(ahead, n):
-            tile[1 - now][r] = tile[now][r]
-        rows_distance(mu, tile[now], n, shape.D, rows.wide, tile[1 - now], 0, key_bytes, squares)
+        _rows_of_ids(rows, piece.kv_head, part.start, ids[1 - now], ahead, tile[1 - now])
+        fetch_start(&fetch, tile[1 - now], ahead, rows.row_bytes)
+        rows_distance(mu, tile[now], n, shape.D, rows.type, &fetch, squares)
         for g in range(shape.G):
-            for r in range(g * ahead // shape.G, (g + 1) * ahead // shape.G):
-                prefetch_row(tile[1 - now][r] + key_bytes, key_bytes)
             sampled[g] += _attend_head(scan.bits + g * part.words, ids[now], tile[now], squares, n, mu,
-                                       q + g * shape.packed, rows, shape, table, cells, out + g * shape.packed,
+                                       q + g * shape.packed, rows, shape, table, cells, &fetch, out + g * shape.packed,
                                        top + g, total + g)
+        fetch_lines(&fetch, ALL_LINES)
         n, now = ahead, 1 - now
+
+
+cdef inline void _rows_of_ids(const rows_t* rows, int64_t kv_head, int64_t start, const int64_t* ids, int n,
+                        row_t* tile) noexcept nogil:
+    """Addresses of rows start + ids."""
+    cdef int r
+    for r in range(n):
+        tile[r] = row_at(rows, kv_head, start + ids[r])
 
 
 cdef int _attend_head(const uint64_t* bits, const int64_t* ids, const row_t* tile, const float* squares, int n,
                       const float* mu, const float* q, const rows_t* rows, const Shape* shape, const float* table,
-                      int cells, float* out, float* top, float* total) noexcept nogil:
+                      int cells, fetch_t* fetch, float* out, float* top, float* total) noexcept nogil:
     """The rows of a tile that this query head has sampled; returns how many."""
     cdef row_t own[TILE]
     cdef float dots[TILE]
@@ -201,10 +196,10 @@ cdef int _attend_head(const uint64_t* bits, const int64_t* ids, const row_t* til
         count = count + <int>(bits[ids[r] >> 6] >> (ids[r] & 63) & 1)
     if count == 0:
         return 0
-    rows_dot(q, 0, 1, own, count, shape.D, rows.wide, NULL, 0, 0, dots)
+    rows_dot(q, 0, 1, own, count, shape.D, rows.type, fetch, dots)
     logits_weights(dots, own_squares, count, packed_dot(q, mu, shape.D), sqrtf(packed_dot(q, q, shape.D)), table,
                    cells, extra)
-    _accumulate(dots, 1, extra, own, count, NULL, rows, shape, out, top, total)
+    _accumulate(dots, 1, extra, own, count, rows, shape, fetch, out, top, total)
     return count
 
 

@@ -19,14 +19,18 @@ static inline void pack_projection_block(const float *matrix, int D, int K, int 
 }
 
 /* n ≤ HASH_BLOCK keys → packed; missing rows of the last tile are zero. */
-static inline void hash_pack(const row_t *rows, int n, int D, int wide, float *out) {
+static inline void hash_pack(const row_t *rows, int n, int D, int type, float *out) {
     for (int r = 0; r < (n + HASH_ROWS - 1) / HASH_ROWS * HASH_ROWS; r++) {
         float *to = out + (int64_t)(r / HASH_ROWS) * D * HASH_ROWS + r % HASH_ROWS;
+        const float scale = r < n && type == INT8 ? scale_at(rows[r], D) : 0;
         for (int d = 0; d < D; d++) {
             float x = 0;
-            if (r < n && wide) memcpy(&x, rows[r] + 4 * d, 4);
+            if (r < n && type == FLOAT32) memcpy(&x, rows[r] + 4 * d, 4);
+            else if (r < n && type == INT8) x = scale * (float)((const int8_t *)rows[r])[d];
             else if (r < n) {
-                uint32_t bits = (uint32_t)((const uint16_t *)rows[r])[d] << 16;
+                uint16_t upper;
+                memcpy(&upper, rows[r] + 2 * d, 2);
+                uint32_t bits = (uint32_t)upper << 16;
                 memcpy(&x, &bits, 4);
             }
             to[(int64_t)d * HASH_ROWS] = x;

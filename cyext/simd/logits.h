@@ -60,11 +60,17 @@ static inline void logits_weights(const float *dots, const float *squares, int n
 /* One step of the online softmax: logits → exp(logit − top), where top[0] becomes the maximum so far and sum[0] grows
  * by the new terms. Returns by what everything accumulated before has to be multiplied. */
 static inline float softmax_step(float *logits, int n, float *top, float *sum) {
-    float old = *top, highest = *top, factor = 1, parts[VW];
-    for (int r = 0; r < n; r++) highest = logits[r] > highest ? logits[r] : highest;
-    for (int r = n; r < (n + VW - 1) / VW * VW; r++) logits[r] = -INFINITY;
-    vf added = vf_set1(0);
-    for (int r = 0; r < n; r += VW) {
+    float old = *top, highest = old, factor = 1, parts[VW];
+    int end = (n + VW - 1) / VW * VW;
+    for (int r = n; r < end; r++) logits[r] = -INFINITY;
+    vf most = vf_load(logits), added = vf_set1(0);
+    for (int r = VW; r < end; r += VW) {
+        vf x = vf_load(logits + r);
+        most = vf_gt(x, most, x, most);
+    }
+    vf_store(parts, most);
+    for (int i = 0; i < VW; i++) highest = parts[i] > highest ? parts[i] : highest;
+    for (int r = 0; r < end; r += VW) {
         vf p = vf_exp(vf_sub(vf_load(logits + r), vf_set1(highest)));
         vf_store(logits + r, p);
         added = vf_add(added, p);
@@ -73,9 +79,8 @@ static inline float softmax_step(float *logits, int n, float *top, float *sum) {
         vf_store(parts, vf_exp(vf_set1(old - highest)));
         factor = parts[0];
     }
-    vf_store(parts, added);
+    vf_sum4(added, added, added, added, parts);
     *top = highest;
-    *sum *= factor;
-    for (int i = 0; i < VW; i++) *sum += parts[i];
+    *sum = *sum * factor + parts[0];
     return factor;
 }

@@ -1,8 +1,8 @@
 /* Stored rows and what is done with tiles of them: dot products, distances, weighted sums.
  *
  * A vector that meets rows (query, mean, accumulator) is "packed" for the row type: chunks of 2·VW elements, padded
- * with zeros. float32 rows keep their order; a chunk of bfloat16 rows has its even elements first, then its odd ones,
- * which is how the registers come out of the decoding. Every row is summed in the same order wherever it stands. */
+ * with zeros. They keep their order, but for bfloat16 rows a chunk has its even elements first, then its odd ones, which
+ * is how the registers come out of the decoding. Every row is summed in the same order wherever it stands. */
 #pragma once
 #include MAGICPIG_VEC
 #include <stdint.h>
@@ -22,8 +22,14 @@ typedef struct {
     int64_t block_rows;
     int64_t row_bytes;
     int32_t head_dim;
-    int32_t wide; /* float32, otherwise bfloat16 */
+    int32_t type;
 } rows_t;
+
+/* Types of rows. int8 values are followed by their scale, a bfloat16, in either half of a row. */
+enum { BFLOAT16 = 0, FLOAT32 = 1, INT8 = 2 };
+
+static INLINE int64_t value_bytes(int type) { return type == FLOAT32 ? 4 : type == BFLOAT16 ? 2 : 1; }
+static INLINE int64_t half_bytes(int head_dim, int type) { return head_dim * value_bytes(type) + (type == INT8 ? 2 : 0); }
 
 static inline row_t row_at(const rows_t *rows, int64_t head, int64_t row) {
     uint32_t block = (uint32_t)row / (uint32_t)rows->block_rows; /* 32-bit division: 3 times faster */
@@ -43,10 +49,10 @@ static inline void rows_from(const rows_t *rows, int64_t head, int64_t first, in
 static inline int packed_length(int head_dim) { return (head_dim + CHUNK - 1) / CHUNK * CHUNK; }
 
 /* x → packed. */
-static inline void pack(const float *x, int head_dim, int wide, float *out) {
+static inline void pack(const float *x, int head_dim, int type, float *out) {
     int length = packed_length(head_dim), d = 0;
     for (; d < length; d++) out[d] = 0;
-    if (wide) {
+    if (type != BFLOAT16) {
         memcpy(out, x, sizeof(float) * (size_t)head_dim);
         return;
     }
@@ -56,9 +62,9 @@ static inline void pack(const float *x, int head_dim, int wide, float *out) {
 }
 
 /* out += factor·x, x packed. */
-static inline void add_packed(const float *x, int head_dim, int wide, float factor, float *out) {
+static inline void add_packed(const float *x, int head_dim, int type, float factor, float *out) {
     int d = 0;
-    if (wide) {
+    if (type != BFLOAT16) {
         for (; d < head_dim; d++) out[d] += factor * x[d];
         return;
     }
@@ -71,128 +77,199 @@ static inline void add_packed(const float *x, int head_dim, int wide, float fact
 }
 
 /* A chunk of a row, or its first `left` elements and zeros: what lies behind a row may be no number, or no memory. */
-static INLINE void load_chunk(const char *at, int left, int wide, vf *a, vf *b) {
-    if (left == CHUNK && wide) *a = vf_load((const float *)at), *b = vf_load((const float *)at + VW);
-    else if (left == CHUNK) vf_load_bf16((const uint16_t *)at, a, b);
-    else if (wide) vf_load_part((const float *)at, left, a, b);
-    else vf_load_bf16_part((const uint16_t *)at, left, a, b);
+static INLINE void load_chunk(const char *at, int left, int type, vf *a, vf *b) {
+    if (left == CHUNK && type == FLOAT32) *a = vf_load((const float *)at), *b = vf_load((const float *)at + VW);
+    else if (left == CHUNK && type == BFLOAT16) vf_load_bf16((const uint16_t *)at, a, b);
+    else if (left == CHUNK) vf_load_int8((const int8_t *)at, a, b);
+    else if (type == FLOAT32) vf_load_part((const float *)at, left, a, b);
+    else if (type == BFLOAT16) vf_load_bf16_part((const uint16_t *)at, left, a, b);
+    else {
+        int8_t part[CHUNK] = {0};
+        for (int i = 0; i < left; i++) part[i] = (int8_t)at[i];
+        vf_load_int8(part, a, b);
+    }
+}
+
+/* The scale behind the int8 values of half a row. */
+static inline float scale_at(const char *half, int head_dim) {
+    uint16_t upper;
+    memcpy(&upper, half + head_dim, 2);
+    uint32_t bits = (uint32_t)upper << 16;
+    float scale;
+    memcpy(&scale, &bits, 4);
+    return scale;
 }
 
 static inline void prefetch(const char *at, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i);
 }
 
-/* Rows go to the L2 cache only: a tile would fill the L1 cache and its few miss buffers (measured on Zen 4, one query
- * head, 96k rows: 26 ns per row against 66; sampled rows 30% faster). Id lists are shorter and belong into the L1. */
-static inline void prefetch_row(const char *at, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+/* Rows that will be read next, fetched line by line while others are worked on: memory is always busy, where it would
+ * wait half of the time for bursts. They go to the L2 cache only: a tile would fill the L1 cache and its few miss
+ * buffers (measured on Zen 4, one query head, 96k rows: 26 ns per row against 66). */
+typedef struct {
+    const row_t *rows;
+    int left;
+    int64_t bytes;
+    const char *at, *end;
+} fetch_t;
+
+static inline void fetch_row(fetch_t *fetch) {
+    fetch->at = (const char *)((uintptr_t)*fetch->rows & ~(uintptr_t)63);
+    fetch->end = *fetch->rows + fetch->bytes;
 }
 
-/* What is summed over a row: its products with one or two vectors, or the squares of its differences from one. */
-enum { PRODUCTS = 1, PRODUCTS_OF_TWO = 2, SQUARES = 3 };
+static inline void fetch_start(fetch_t *fetch, const row_t *rows, int n, int64_t bytes) {
+    fetch->rows = rows, fetch->left = n, fetch->bytes = bytes;
+    if (n) fetch_row(fetch);
+}
 
-static INLINE void sum_chunk(const float *x, int64_t stride, const row_t *at, int64_t offset, int left, int wide,
-        int what, vf *first, vf *second) {
-    vf xa = vf_load(x), xb = vf_load(x + VW), ya = xa, yb = xb;
-    if (what == PRODUCTS_OF_TWO) ya = vf_load(x + stride), yb = vf_load(x + stride + VW);
-    UNROLL for (int i = 0; i < 4; i++) {
-        vf a, b;
-        load_chunk(at[i] + offset, left, wide, &a, &b);
-        if (what == SQUARES) {
-            a = vf_sub(a, xa), b = vf_sub(b, xb);
-            first[i] = vf_fma(a, a, first[i]), second[i] = vf_fma(b, b, second[i]);
-        } else if (what == PRODUCTS) {
-            first[i] = vf_fma(a, xa, first[i]), second[i] = vf_fma(b, xb, second[i]);
-        } else {
-            first[i] = vf_fma(b, xb, vf_fma(a, xa, first[i])), second[i] = vf_fma(b, yb, vf_fma(a, ya, second[i]));
+/* The next `count` lines, if there are any. */
+static inline void fetch_lines(fetch_t *fetch, int count) {
+    for (; count > 0 && fetch->left; count--) {
+        __builtin_prefetch(fetch->at, 0, 2);
+        fetch->at += 64;
+        if (fetch->at >= fetch->end) {
+            fetch->rows++;
+            if (--fetch->left) fetch_row(fetch);
         }
     }
 }
 
-static INLINE void rows_sums(const float *x, int64_t stride, const row_t *rows, int n, int head_dim, int wide,
-        int what, const row_t *ahead, int64_t skip, int64_t bytes, float *out) {
-    const int width = wide ? 4 : 2;
-    for (int r = 0; r < n; r += 4) {
-        row_t at[4];
-        vf first[4], second[4]; /* two chains of additions per row hide the latency of one */
-        int d = 0;
-        UNROLL for (int i = 0; i < 4; i++) {
-            at[i] = rows[r + i < n ? r + i : n - 1];
-            first[i] = second[i] = vf_set1(0);
-            if (ahead) prefetch_row(ahead[r + i < n ? r + i : n - 1] + skip, bytes);
-        }
-        for (; d + CHUNK <= head_dim; d += CHUNK)
-            sum_chunk(x + d, stride, at, (int64_t)d * width, CHUNK, wide, what, first, second);
-        if (d < head_dim)
-            sum_chunk(x + d, stride, at, (int64_t)d * width, head_dim - d, wide, what, first, second);
-        if (what == PRODUCTS_OF_TWO) vf_sum4(second[0], second[1], second[2], second[3], out + TILE + r);
-        else UNROLL for (int i = 0; i < 4; i++) first[i] = vf_add(first[i], second[i]);
-        vf_sum4(first[0], first[1], first[2], first[3], out + r);
-    }
-}
+#define LINES_PER_ROW 2 /* fetched per row of products; sums fetch one per row and block of accumulators */
 
-/* out[r] = Σ_d row_r[d]·x[d] for n ≤ TILE rows and `count` (1 or 2) vectors x that lie `stride` floats apart; out is
- * [count][TILE]. While at it, `bytes` at ahead[r] + skip are prefetched, if ahead is given. */
-static OUTLINE void rows_dot(const float *x, int64_t stride, int count, const row_t *rows, int n, int head_dim,
-        int wide, const row_t *ahead, int64_t skip, int64_t bytes, float *out) {
-    if (count == 1 && wide) rows_sums(x, stride, rows, n, head_dim, 1, PRODUCTS, ahead, skip, bytes, out);
-    else if (count == 1) rows_sums(x, stride, rows, n, head_dim, 0, PRODUCTS, ahead, skip, bytes, out);
-    else if (wide) rows_sums(x, stride, rows, n, head_dim, 1, PRODUCTS_OF_TWO, ahead, skip, bytes, out);
-    else rows_sums(x, stride, rows, n, head_dim, 0, PRODUCTS_OF_TWO, ahead, skip, bytes, out);
-}
+/* What is summed over a row: its products with vectors, or the squares of its differences from one. */
+enum { PRODUCTS = 0, SQUARES = 1 };
 
-/* out[r] = Σ_d (row_r[d] − x[d])²; else as rows_dot. */
-static OUTLINE void rows_distance(const float *x, const row_t *rows, int n, int head_dim, int wide, const row_t *ahead,
-        int64_t skip, int64_t bytes, float *out) {
-    if (wide) rows_sums(x, 0, rows, n, head_dim, 1, SQUARES, ahead, skip, bytes, out);
-    else rows_sums(x, 0, rows, n, head_dim, 0, SQUARES, ahead, skip, bytes, out);
-}
+/* Rows at once: a chain of additions for each vector and row, 8 of them or more hide the latency of one. */
+#define SUM_ROWS(heads) (VW < 16 && (heads) == 4 ? 2 : 4)
 
-/* `chunks` chunks of rows_add in registers; the last has `left` elements. */
-static INLINE void add_chunks(const float *p, int count, const row_t *rows, int n, int64_t offset, int wide,
-        int chunks, int left, const row_t *ahead, int64_t bytes, const float *factor, float *sum, int64_t stride) {
-    vf acc[2][8];
-    UNROLL for (int q = 0; q < count; q++)
-        UNROLL for (int c = 0; c < 2 * chunks; c++)
-            acc[q][c] = vf_mul(vf_set1(factor[q]), vf_load(sum + q * stride + c * VW));
-    for (int r = 0; r < n; r++) {
-        const char *at = rows[r] + offset;
-        if (ahead) prefetch_row(ahead[r] + bytes, bytes);
-        UNROLL for (int c = 0; c < chunks; c++) {
-            vf a, b;
-            load_chunk(at + c * CHUNK * (wide ? 4 : 2), left, wide, &a, &b);
-            UNROLL for (int q = 0; q < count; q++) {
-                vf weight = vf_set1(p[q * TILE + r]);
-                acc[q][2 * c] = vf_fma(weight, a, acc[q][2 * c]);
-                acc[q][2 * c + 1] = vf_fma(weight, b, acc[q][2 * c + 1]);
+static INLINE void sum_rows(const float *x, int64_t stride, int heads, const row_t *at, int head_dim, int type,
+        int what, float *out) {
+    const int count = SUM_ROWS(heads), chains = heads == 1 ? 2 : heads;
+    vf acc[4][4], scale[4];
+    UNROLL for (int h = 0; h < chains; h++) UNROLL for (int i = 0; i < count; i++) acc[h][i] = vf_set1(0);
+    if (what == SQUARES && type == INT8) UNROLL for (int i = 0; i < count; i++) scale[i] = vf_set1(scale_at(at[i], head_dim));
+    for (int d = 0; d < head_dim; d += CHUNK) {
+        vf a[4], b[4];
+        const int64_t offset = d * value_bytes(type);
+        if (d + CHUNK <= head_dim)
+            UNROLL for (int i = 0; i < count; i++) load_chunk(at[i] + offset, CHUNK, type, &a[i], &b[i]);
+        else
+            UNROLL for (int i = 0; i < count; i++) load_chunk(at[i] + offset, head_dim - d, type, &a[i], &b[i]);
+        UNROLL for (int h = 0; h < heads; h++) {
+            vf xa = vf_keep(vf_load(x + h * stride + d)), xb = vf_keep(vf_load(x + h * stride + d + VW));
+            UNROLL for (int i = 0; i < count; i++) {
+                vf ya = a[i], yb = b[i], fa = xa, fb = xb;
+                if (what == SQUARES) {
+                    if (type == INT8) ya = vf_mul(ya, scale[i]), yb = vf_mul(yb, scale[i]);
+                    ya = fa = vf_sub(ya, xa), yb = fb = vf_sub(yb, xb);
+                }
+                acc[h][i] = vf_fma(ya, fa, acc[h][i]);
+                if (heads == 1) acc[1][i] = vf_fma(yb, fb, acc[1][i]);
+                else acc[h][i] = vf_fma(yb, fb, acc[h][i]);
             }
         }
     }
-    UNROLL for (int q = 0; q < count; q++)
-        UNROLL for (int c = 0; c < 2 * chunks; c++) vf_store(sum + q * stride + c * VW, acc[q][c]);
+    if (heads == 1) UNROLL for (int i = 0; i < count; i++) acc[0][i] = vf_add(acc[0][i], acc[1][i]);
+    if (count == 4)
+        UNROLL for (int h = 0; h < heads; h++) vf_sum4(acc[h][0], acc[h][1], acc[h][2], acc[h][3], out + h * TILE);
+    else
+        UNROLL for (int h = 0; h < heads; h += 2) {
+            float sums[4];
+            vf_sum4(acc[h][0], acc[h][1], acc[h + 1][0], acc[h + 1][1], sums);
+            memcpy(out + h * TILE, sums, 8), memcpy(out + (h + 1) * TILE, sums + 2, 8);
+        }
 }
 
-static INLINE void rows_add_typed(const float *p, int count, const row_t *rows, int n, int head_dim, int wide,
-        const row_t *ahead, const float *factor, float *sum, int64_t stride) {
-    const int64_t width = wide ? 4 : 2, value = head_dim * width;
-    const int chunks = 4 / count; /* 8 accumulators */
+static INLINE void sum_tile(const float *x, int64_t stride, int heads, const row_t *rows, int n, int head_dim, int type,
+        int what, fetch_t *fetch, float *out) {
+    const int count = SUM_ROWS(heads);
+    for (int r = 0; r < n; r += count) {
+        row_t at[4];
+        UNROLL for (int i = 0; i < count; i++) at[i] = rows[r + i < n ? r + i : n - 1];
+        sum_rows(x, stride, heads, at, head_dim, type, what, out + r);
+        fetch_lines(fetch, count * LINES_PER_ROW);
+    }
+    if (type == INT8 && what == PRODUCTS)
+        for (int r = 0; r < n; r++)
+            for (int h = 0; h < heads; h++) out[h * TILE + r] *= scale_at(rows[r], head_dim);
+}
+
+/* One function per row type and number of vectors (1, 2 or 4), selected by constants. */
+#define BY_TYPE(CALL, H) \
+    switch (type) { \
+        case BFLOAT16: CALL(H, BFLOAT16); break; \
+        case FLOAT32: CALL(H, FLOAT32); break; \
+        default: CALL(H, INT8); \
+    }
+#define BY_HEADS_AND_TYPE(CALL) \
+    if (heads == 1) BY_TYPE(CALL, 1) \
+    else if (heads == 2) BY_TYPE(CALL, 2) \
+    else BY_TYPE(CALL, 4)
+
+/* out[h][r] = Σ_d row_r[d]·x_h[d] for n ≤ TILE rows and `heads` vectors x that lie `stride` floats apart; out is
+ * [heads][TILE]. */
+static OUTLINE void rows_dot(const float *x, int64_t stride, int heads, const row_t *rows, int n, int head_dim,
+        int type, fetch_t *fetch, float *out) {
+#define DOT(H, T) sum_tile(x, stride, H, rows, n, head_dim, T, PRODUCTS, fetch, out)
+    BY_HEADS_AND_TYPE(DOT)
+#undef DOT
+}
+
+/* out[r] = Σ_d (row_r[d] − x[d])²; else as rows_dot. */
+static OUTLINE void rows_distance(const float *x, const row_t *rows, int n, int head_dim, int type, fetch_t *fetch,
+        float *out) {
+#define DISTANCE(H, T) sum_tile(x, 0, H, rows, n, head_dim, T, SQUARES, fetch, out)
+    BY_TYPE(DISTANCE, 1)
+#undef DISTANCE
+}
+
+/* `chunks` chunks of rows_add in registers; the last has `left` elements. */
+static INLINE void add_chunks(const float *p, int heads, const row_t *rows, int n, int64_t offset, int type,
+        int chunks, int left, fetch_t *fetch, const float *factor, float *sum, int64_t stride) {
+    vf acc[4][16];
+    UNROLL for (int h = 0; h < heads; h++)
+        UNROLL for (int c = 0; c < 2 * chunks; c++)
+            acc[h][c] = vf_mul(vf_set1(factor[h]), vf_load(sum + h * stride + c * VW));
+    for (int r = 0; r < n; r++) {
+        UNROLL for (int c = 0; c < chunks; c++) {
+            vf a, b;
+            load_chunk(rows[r] + offset + c * CHUNK * value_bytes(type), left, type, &a, &b);
+            UNROLL for (int h = 0; h < heads; h++) {
+                vf weight = vf_set1(p[h * TILE + r]);
+                acc[h][2 * c] = vf_fma(weight, a, acc[h][2 * c]);
+                acc[h][2 * c + 1] = vf_fma(weight, b, acc[h][2 * c + 1]);
+            }
+        }
+        fetch_lines(fetch, 1);
+    }
+    UNROLL for (int h = 0; h < heads; h++)
+        UNROLL for (int c = 0; c < 2 * chunks; c++) vf_store(sum + h * stride + c * VW, acc[h][c]);
+}
+
+static INLINE void add_tile(float *p, int heads, const row_t *rows, int n, int head_dim, int type, fetch_t *fetch,
+        const float *factor, float *sum, int64_t stride) {
+    const int64_t width = value_bytes(type), value = half_bytes(head_dim, type);
+    const int chunks = (VW < 16 ? 4 : 8) / heads; /* 8 accumulators, 16 where there are 32 registers */
     int d = 0;
+    if (type == INT8)
+        for (int r = 0; r < n; r++)
+            for (int h = 0; h < heads; h++) p[h * TILE + r] *= scale_at(rows[r] + value, head_dim);
     for (; d + chunks * CHUNK <= head_dim; d += chunks * CHUNK)
-        add_chunks(p, count, rows, n, value + d * width, wide, chunks, CHUNK, d ? NULL : ahead, value, factor, sum + d, stride);
+        add_chunks(p, heads, rows, n, value + d * width, type, chunks, CHUNK, fetch, factor, sum + d, stride);
     for (; d + CHUNK <= head_dim; d += CHUNK)
-        add_chunks(p, count, rows, n, value + d * width, wide, 1, CHUNK, d ? NULL : ahead, value, factor, sum + d, stride);
+        add_chunks(p, heads, rows, n, value + d * width, type, 1, CHUNK, fetch, factor, sum + d, stride);
     if (d < head_dim)
-        add_chunks(p, count, rows, n, value + d * width, wide, 1, head_dim - d, d ? NULL : ahead, value, factor, sum + d, stride);
+        add_chunks(p, heads, rows, n, value + d * width, type, 1, head_dim - d, fetch, factor, sum + d, stride);
 }
 
-/* sum = factor·sum + Σ_r p[r]·V_r for `count` (1 or 2) packed sums `stride` floats apart; p is [count][TILE]. While at
- * it, the values of the rows `ahead` are prefetched, if given: spread over the work, not in one burst (25% faster). */
-static OUTLINE void rows_add(const float *p, int count, const row_t *rows, int n, int head_dim, int wide,
-        const row_t *ahead, const float *factor, float *sum, int64_t stride) {
-    if (count == 1 && wide) rows_add_typed(p, 1, rows, n, head_dim, 1, ahead, factor, sum, stride);
-    else if (count == 1) rows_add_typed(p, 1, rows, n, head_dim, 0, ahead, factor, sum, stride);
-    else if (wide) rows_add_typed(p, 2, rows, n, head_dim, 1, ahead, factor, sum, stride);
-    else rows_add_typed(p, 2, rows, n, head_dim, 0, ahead, factor, sum, stride);
+/* sum_h = factor_h·sum_h + Σ_r p[h][r]·V_r for `heads` packed sums `stride` floats apart; p, [heads][TILE], is used up. */
+static OUTLINE void rows_add(float *p, int heads, const row_t *rows, int n, int head_dim, int type, fetch_t *fetch,
+        const float *factor, float *sum, int64_t stride) {
+#define ADD(H, T) add_tile(p, H, rows, n, head_dim, T, fetch, factor, sum, stride)
+    BY_HEADS_AND_TYPE(ADD)
+#undef ADD
 }
 
 /* Σ x·y of packed vectors. */

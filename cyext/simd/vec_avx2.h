@@ -11,6 +11,8 @@ typedef __m256 vf;
 
 static inline vf vf_load(const float *p) { return _mm256_loadu_ps(p); }
 static inline void vf_store(float *p, vf v) { _mm256_storeu_ps(p, v); }
+/* The value, in a register: GCC would rather read memory again for each use. */
+static inline vf vf_keep(vf a) { __asm__("" : "+x"(a)); return a; }
 static inline vf vf_set1(float x) { return _mm256_set1_ps(x); }
 static inline vf vf_add(vf a, vf b) { return _mm256_add_ps(a, b); }
 static inline vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
@@ -30,8 +32,13 @@ static inline vf vf_ldexp(vf y, vf t) {
 }
 static inline void vf_load_bf16(const uint16_t *p, vf *even, vf *odd) {
     __m256i v = _mm256_loadu_si256((const __m256i *)p);
+    __asm__("" : "+x"(v));
     *even = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
     *odd = _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32((int)0xffff0000u)));
+}
+static inline void vf_load_int8(const int8_t *p, vf *first, vf *second) {
+    *first = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+    *second = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8))));
 }
 static inline void vf_load_part(const float *p, int n, vf *first, vf *second) {
     float part[2 * VW] = {0};

@@ -11,6 +11,8 @@ typedef __m512 vf;
 
 static inline vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
 static inline void vf_store(float *p, vf v) { _mm512_storeu_ps(p, v); }
+/* The value, in a register: GCC would rather read memory again for each use. */
+static inline vf vf_keep(vf a) { __asm__("" : "+x"(a)); return a; }
 static inline vf vf_set1(float x) { return _mm512_set1_ps(x); }
 static inline vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
 static inline vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
@@ -34,6 +36,10 @@ static inline void vf_load_bf16(const uint16_t *p, vf *even, vf *odd) {
     __m512i v = _mm512_loadu_si512(p);
     *even = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
     *odd = _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000u)));
+}
+static inline void vf_load_int8(const int8_t *p, vf *first, vf *second) {
+    *first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+    *second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p + 16))));
 }
 static inline void vf_load_part(const float *p, int n, vf *first, vf *second) {
     uint32_t mask = (1u << n) - 1;

@@ -16,6 +16,8 @@ typedef uint32_t vu __attribute__((vector_size(16)));
 static inline vf vf_load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 static inline void vf_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
 static inline vf vf_set1(float x) { return (vf){x, x, x, x}; }
+/* The value, in a register where that needs to be said */
+static inline vf vf_keep(vf a) { return a; }
 static inline vf vf_add(vf a, vf b) { return a + b; }
 static inline vf vf_sub(vf a, vf b) { return a - b; }
 static inline vf vf_mul(vf a, vf b) { return a * b; }
@@ -43,6 +45,11 @@ static inline void vf_load_bf16(const uint16_t *p, vf *even, vf *odd) {
     memcpy(&v, p, sizeof v);
     *even = (vf)(v << 16);
     *odd = (vf)(v & 0xffff0000u);
+}
+/* 2·VW int8 in their order */
+static inline void vf_load_int8(const int8_t *p, vf *first, vf *second) {
+    *first = (vf){p[0], p[1], p[2], p[3]};
+    *second = (vf){p[4], p[5], p[6], p[7]};
 }
 /* The first n < 2·VW elements, then zeros. */
 static inline void vf_load_part(const float *p, int n, vf *first, vf *second) {
