@@ -18,6 +18,7 @@ from magicpig_cli.attention.lsh import LshSampler
 from magicpig_cli.bench.layer_tensors import BLOCK_ROWS, LayerTensors
 from magicpig_cli.bench.timing import no_collection
 from magicpig_cli.cache.blocks import BlockPool
+from magicpig_cli.cache.index import LshIndex
 from magicpig_cli.cache.layer import LayerCache, LayerSpec
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.window import WindowShape
@@ -46,7 +47,7 @@ class _Steps:
 
     def __init__(self, tensors: LayerTensors, sampler: LshSampler) -> None:
         staging = Staging(torch.device("cpu"))
-        self._tensors = tensors
+        self._tensors, self._sampler = tensors, sampler
         self._attention = Attention(sampler, torch.bfloat16, 1, staging)
         pool = BlockPool(tensors.kv_heads, tensors.head_dim, "bfloat16", BLOCK_ROWS)
         window = WindowShape(DEFAULT_SINK, DEFAULT_LOCAL, FLUSH)
@@ -55,7 +56,9 @@ class _Steps:
     def prefill(self, rows: int) -> None:
         """Take the first `rows` rows at once and build the index over them."""
         self.cache.extend(self._tensors.rows[:, :rows])
-        self._attention.index(self._tensors.layer, self.cache, new_mean=True)
+        hasher = self._sampler.hasher(self._tensors.layer, self._tensors.head_dim)
+        self.cache.index = LshIndex(hasher, self.cache.store, 1)
+        self.cache.index.extend()
 
     def step(self) -> int:
         """Append the next row and attend: nanoseconds."""

@@ -5,29 +5,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from magicpig_cli.bench.layer_tensors import IndexedLayer
-from magicpig_cli.bench.timing import ColdCache, interleave, median_ns
+from magicpig_cli.bench.timing import ColdCache, median_ns
+from magicpig_cli.bench.turns import Attend, Way, in_turns
 
-Call = Callable[[int], Any]  # attends with the queries of this step
 
-
-def _lsh(layer: IndexedLayer, threads: int) -> Call:
+def _lsh(layer: IndexedLayer, threads: int = 1) -> Attend:
     return lambda step: layer.attend(step, threads)
 
 
-def _exact(layer: IndexedLayer, threads: int) -> Call:
-    return lambda step: layer.attend_exactly(step, threads)
+def _exact(layer: IndexedLayer) -> Attend:
+    return lambda step: layer.attend_exactly(step, 1)
 
 
-def _sdpa(layer: IndexedLayer, dtype: torch.dtype) -> Call:
+def _hash(layer: IndexedLayer) -> Attend:
+    return lambda step: layer.hasher.query_codes(layer.tensors.q[step : step + 1])
+
+
+def _sdpa(layer: IndexedLayer, dtype: torch.dtype) -> Attend:
     """torch with the group's heads folded into rows: [1, Hkv, G, D] against [1, Hkv, N, D], both contiguous.
 
     Its `enable_gqa` with one query row is 3–10 times slower (EVIDENCE.md section 1), so that would be no opponent.
@@ -39,11 +40,11 @@ def _sdpa(layer: IndexedLayer, dtype: torch.dtype) -> Call:
     return lambda step: scaled_dot_product_attention(q[step], keys, values, scale=tensors.scale)
 
 
-VARIANTS: dict[str, Callable[[IndexedLayer, int], Call]] = {
+VARIANTS: dict[str, Way] = {
     "lsh": _lsh,
     "exact": _exact,
-    "sdpa_f32": lambda layer, _: _sdpa(layer, torch.float32),
-    "sdpa_bf16": lambda layer, _: _sdpa(layer, torch.bfloat16),
+    "sdpa_f32": lambda layer: _sdpa(layer, torch.float32),
+    "sdpa_bf16": lambda layer: _sdpa(layer, torch.bfloat16),
 }
 
 
@@ -57,34 +58,23 @@ class AttendTimes:
 
 
 def measure_attend(layer: IndexedLayer, cold: ColdCache, reps: int) -> AttendTimes:
-    """All variants in turns, each repetition with the next step's queries."""
-    calls = {name: _over_steps(prepare(layer, 1), layer) for name, prepare in VARIANTS.items()}
-    calls["hash"] = _over_steps(lambda step: layer.hasher.query_codes(layer.tensors.q[step : step + 1]), layer)
+    """All variants in turns, and the hashing of the queries, which lsh needs before its call."""
     with torch.inference_mode():
-        samples = interleave(calls, reps, cold)
+        samples = in_turns(layer, {**VARIANTS, "hash": _hash}, reps, cold)
     heads = layer.tensors.heads
-    hash_us = median_ns(samples.pop("hash")) / heads / 1e3
+    us = {name: median_ns(timed) / heads / 1e3 for name, timed in samples.items()}
     stages = [sample.result.stage_ns for sample in samples["lsh"]]
     return AttendTimes(
         sampled=layer.sampled_ratio(),
-        us_per_head={name: median_ns(timed) / heads / 1e3 for name, timed in samples.items()},
+        us_per_head={name: us[name] for name in VARIANTS},
         stage_us={
-            "hash": hash_us,
+            "hash": us["hash"],
             **{stage: float(np.median([of[stage] for of in stages])) / heads / 1e3 for stage in stages[0]},
         },
     )
 
 
-def _over_steps(call: Call, layer: IndexedLayer) -> Call:
-    return lambda rep: call(rep % layer.tensors.steps)
-
-
 def measure_scaling(layer: IndexedLayer, cold: ColdCache, reps: int) -> float:
     """How many times faster the sampled call of a layer is on two threads than on one."""
-    steps = layer.tensors.steps
-    calls: dict[str, Call] = {
-        "one": lambda rep: layer.attend(rep % steps, 1),
-        "two": lambda rep: layer.attend(rep % steps, 2),
-    }
-    samples = interleave(calls, reps, cold)
+    samples = in_turns(layer, {"one": _lsh, "two": lambda layer: _lsh(layer, threads=2)}, reps, cold)
     return median_ns(samples["one"]) / median_ns(samples["two"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from magicpig_cli.cache.store import RowStore
 from magicpig_cli.config import DEFAULT_K, DEFAULT_L
 
 BLOCK_ROWS = 1024
+FEW_ROWS = 2048  # enough for a segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class IndexedLayer:
         self.hasher = hashing(tensors, K, L, hash_seed, threads)
         self.store = stored(tensors.rows)
         self.index = LshIndex(self.hasher, self.store, threads)
+        self.index.extend()
         self.weights = log_weight_table(K, L)  # −ln u
         self.ask(tensors)
 
@@ -79,6 +82,11 @@ class IndexedLayer:
         self.tensors = tensors
         self.q = tensors.q.numpy()
         self.codes = self.hasher.query_codes(tensors.q)  # uint16 [S, H, L]
+
+    @cached_property
+    def few(self) -> IndexedLayer:
+        """A small layer of the same kind: what is done with it runs the same code."""
+        return IndexedLayer(replace(self.tensors, rows=self.tensors.rows[:, :FEW_ROWS].contiguous()))
 
     def attend(self, step: int, threads: int, table: kernels.RowTable | None = None) -> kernels.Sampled:
         """The sampled estimate of one step; `table`: the same rows in another form, sampled alike."""

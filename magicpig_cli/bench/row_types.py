@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from magicpig_cli.bench.layer_tensors import IndexedLayer, stored
-from magicpig_cli.bench.timing import ColdCache, interleave, median_ns
+from magicpig_cli.bench.timing import ColdCache, median_ns
+from magicpig_cli.bench.turns import Attend, in_turns
 
 
 def int8_speedup(layer: IndexedLayer, cold: ColdCache, reps: int) -> float:
     """Times by which the sampled call is faster over int8 rows; the same keys are sampled from the same tables."""
-    narrow, steps = stored(layer.tensors.rows, "int8"), layer.tensors.steps
-    calls: dict[str, Callable[[int], object]] = {
-        "bfloat16": lambda rep: layer.attend(rep % steps, 1),
-        "int8": lambda rep: layer.attend(rep % steps, 1, narrow.table),
-    }
-    samples = interleave(calls, reps, cold)
+    samples = in_turns(layer, {"bfloat16": _over_bfloat16, "int8": _over_int8}, reps, cold)
     return median_ns(samples["bfloat16"]) / median_ns(samples["int8"])
+
+
+def _over_bfloat16(layer: IndexedLayer) -> Attend:
+    return lambda step: layer.attend(step, 1)
+
+
+def _over_int8(layer: IndexedLayer) -> Attend:
+    narrow = stored(layer.tensors.rows, "int8")
+    return lambda step: layer.attend(step, 1, narrow.table)
 
 
 def int8_errors(layers: Sequence[IndexedLayer], threads: int) -> dict[str, float]:

@@ -57,9 +57,9 @@ def no_collection() -> Iterator[None]:
 
 
 def interleave(
-    variants: Mapping[str, Callable[[int], Any]], reps: int, between: Callable[[], None], warmup: int = 1
+    variants: Mapping[str, Callable[[int], Any]], reps: int, between: Callable[[str], object], warmup: int = 1
 ) -> dict[str, list[Timed]]:
-    """Call every variant with 0, 1, … reps − 1, taking turns (A B C A B C …), `between` before each call.
+    """Call every variant with 0, 1, … reps − 1, taking turns (A B C A B C …); between(name) comes before each call.
 
     `warmup` untimed rounds come first: page faults, lazily packed operands, thread pools.
     """
@@ -67,7 +67,7 @@ def interleave(
     with no_collection():
         for rep in range(-warmup, reps):
             for name, call in variants.items():
-                between()
+                between(name)
                 begin = time.perf_counter_ns()
                 result = call(max(rep, 0))
                 spent = time.perf_counter_ns() - begin

@@ -82,8 +82,8 @@ def test_a_ratio_out_of_reach_is_refused():
 def test_ratio_counts_by_brute_force():
     """Codes of rows and queries compared table by table."""
     layer = calibrated(SyntheticShape(1, 2, 64, 1500, 2), 0.04)
-    bias = layer.hasher.bias(layer.index.mean)
-    codes = kernels.hash_rows(layer.store.table, 0, 1500, layer.hasher._projection, bias, 1)[0]  # [L, N]
+    (segment,) = layer.index.segments
+    codes = kernels.segment_codes(segment)[0]  # [L, N]
     hits = (layer.codes[:, :, :, None] == codes).sum(axis=2) >= 2  # [S, H, N]
     assert layer.sampled_ratio() == pytest.approx(hits.mean(), rel=1e-12)
 

@@ -14,10 +14,10 @@ from magicpig_cli.bench.timing import ColdCache, Timed, interleave, l3_bytes, me
 def test_variants_take_turns_and_each_call_starts_cold():
     seen: list[object] = []
     variants = {name: lambda rep, name=name: seen.append((name, rep)) or f"{name}{rep}" for name in "ab"}
-    samples = interleave(variants, reps=2, between=lambda: seen.append("cold"), warmup=1)
-    calls = [call for call in seen if call != "cold"]
+    samples = interleave(variants, reps=2, between=lambda name: seen.append(f"before {name}"), warmup=1)
+    calls = [call for call in seen if isinstance(call, tuple)]
     assert calls == [("a", 0), ("b", 0), ("a", 0), ("b", 0), ("a", 1), ("b", 1)]
-    assert seen[::2] == ["cold"] * 6
+    assert seen[::2] == ["before a", "before b"] * 3
     assert {name: [sample.result for sample in of] for name, of in samples.items()} == {
         "a": ["a0", "a1"],
         "b": ["b0", "b1"],
@@ -25,7 +25,7 @@ def test_variants_take_turns_and_each_call_starts_cold():
 
 
 def test_what_happens_between_is_not_timed():
-    samples = interleave({"a": lambda rep: None}, reps=1, between=lambda: time.sleep(0.05), warmup=0)
+    samples = interleave({"a": lambda rep: None}, reps=1, between=lambda _: time.sleep(0.05), warmup=0)
     assert 0 <= samples["a"][0].ns < 50_000_000
 
 
