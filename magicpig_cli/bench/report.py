@@ -29,7 +29,7 @@ def meta(engine: Engine, hardware: Hardware) -> dict[str, Any]:
 
     return {
         "version": magicpig_cli.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         "model": engine.model_name,
         "params": engine.params,
         "dtype": str(engine.runner.model.dtype).removeprefix("torch."),
@@ -45,7 +45,7 @@ def meta(engine: Engine, hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Commit of the checkout that this package runs from; None for an installed package."""
     root = Path(magicpig_cli.__file__).parent.parent
     if not (root / ".git").exists():

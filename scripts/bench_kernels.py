@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""Decode attention at kernel level beside its opponents, in one run: the figures that the kernels have to show.
+
+All variants take turns (A B C D A B C D …) with cold caches, on one thread unless a figure is about two. With --json
+the last line of stdout is one document; the table of goals goes to stderr then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+# Before torch or the kernels load libgomp, as the command does (docs/decisions/002).
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a figure must be: at least, or at most, `wanted`."""
+
+    text: str
+    wanted: float
+    at_least: bool
+    read: Callable[[dict[str, Any]], float]  # KeyError, TypeError: not measured
+
+    def value(self, document: dict[str, Any]) -> float | None:
+        try:
+            return self.read(document)
+        except (KeyError, TypeError):
+            return None
+
+    def met(self, value: float) -> bool:
+        return value >= self.wanted if self.at_least else value <= self.wanted
+
+
+def speedup(case: str, variant: str, wanted: float) -> Goal:
+    """Goal of lsh over another variant."""
+
+    def read(document: dict[str, Any]) -> float:
+        return {row["case"]: row for row in document["cases"]}[case]["speedup"][variant]
+
+    return Goal(f"{case}: lsh over {variant}", wanted, True, read)
+
+
+GOALS = (
+    speedup("d128_n96k_2pct", "exact", 6),
+    speedup("d128_n96k_2pct", "sdpa_bf16", 12),
+    speedup("d128_n96k_2pct", "sdpa_f32", 18),
+    speedup("d128_n16k_2pct", "exact", 5),
+    speedup("d64_n8k_real", "exact", 1.4),
+    speedup("d64_n24k_real", "exact", 2),
+    Goal("exact: share of the sequential bandwidth", 0.65, True, lambda d: d["bandwidth"]["exact_fraction"]),
+    Goal("gather: share of a sorted-row read", 0.65, True, lambda d: d["bandwidth"]["gather_fraction"]),
+    Goal("one layer, 2 threads over 1", 1.6, True, lambda d: d["scaling_2_threads"]),
+    Goal("index: bytes per token, KV head and table", 2.2, False,
+         lambda d: d["build"]["index_bytes_per_token"] / d["meta"]["L"]),
+    Goal("index: counting sort over torch.sort", 8, True, lambda d: d["build"]["sort_speedup"]),
+    Goal("index: seconds to build it, one KV head", 0.6, False, lambda d: d["build"]["index_s"]),
+    Goal("append: last steps over an index built at once", 1.5, False, lambda d: d["append"]["step_ratio"]),
+    Goal("append: worst step over the median", 2, False, lambda d: d["append"]["worst_over_median"]),
+    Goal("int8 rows: layer call over bfloat16", 1.15, True, lambda d: d["int8"]["speedup"]),
+    Goal("int8 rows: relative error", 0.01, False, lambda d: d["int8"]["rel_error"]),
+)  # fmt: skip
+
+
+def table(document: dict[str, Any]) -> str:
+    """Cases, then goal beside value, for people."""
+    lines = []
+    for case in document["cases"]:
+        times = ", ".join(f"{name} {us:.1f}" for name, us in case["us_per_head"].items())
+        stages = ", ".join(f"{name} {us:.1f}" for name, us in case["stage_us"].items())
+        lines.append(f"{case['case']}: N {case['n']:,}, {case['kv_heads']} x {case['g']} heads of {case['d']}, "
+                     f"sampled {case['sampled']:.2%}")  # fmt: skip
+        lines += [f"  us per head: {times}", f"  of lsh: {stages}"]
+    lines.append(f"{'':48}{'goal':>8}  {'value':>8}")
+    for goal in GOALS:
+        value = goal.value(document)
+        sign = ">=" if goal.at_least else "<="
+        shown = "-" if value is None else f"{value:.3g}"
+        verdict = "not measured" if value is None else "met" if goal.met(value) else "NOT MET"
+        lines.append(f"{goal.text:48}{sign} {goal.wanted:5.3g}  {shown:>8}  {verdict}")
+    return "\n".join(lines)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one document on the last line of stdout")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the document there too")
+    parser.add_argument("--case", action="append", metavar="NAME", help="measure only this case or part; repeatable")
+    parser.add_argument("--isa", help="instruction set of the kernels; the same as MAGICPIG_ISA")
+    parser.add_argument("--reps", type=int, metavar="N", help="timed rounds of each case")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it works, says nothing of speed")
+    captures = "take the demo model's tensors from there; if it is not there, keep them there"
+    parser.add_argument("--captures", type=Path, metavar="FILE", help=captures)
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal is not met")
+    return parser.parse_args()
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Run what was asked for. Raises MagicpigError."""
+    from magicpig_cli.bench.kernel_sizes import PARTS, QUICK, Sizes
+    from magicpig_cli.errors import UsageError
+    from magicpig_cli.kernels import isa  # noqa: F401 - refuses an unknown instruction set before torch is loaded
+
+    parts = args.case or PARTS
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise UsageError(f"--case {unknown[0]} is unknown", hint=f"use some of {', '.join(PARTS)}")
+    if args.reps is not None and args.reps < 1:
+        raise UsageError(f"--reps {args.reps} measures nothing", hint="--reps 15")
+    sizes = QUICK if args.quick else Sizes()
+    if args.reps is not None:
+        sizes = replace(sizes, reps=args.reps)
+    from magicpig_cli.bench.kernel_run import KernelBench
+
+    return KernelBench(sizes, args.captures, say=lambda text: print(text, file=sys.stderr, flush=True)).run(parts)
+
+
+def main() -> int:
+    args = arguments()
+    if args.isa:
+        os.environ["MAGICPIG_ISA"] = args.isa
+    from magicpig_cli.errors import MagicpigError, UsageError
+
+    try:
+        document = measure(args)
+    except MagicpigError as problem:
+        print(f"error: {problem.message}", file=sys.stderr)
+        if problem.hint:
+            print(f"hint: {problem.hint}", file=sys.stderr)
+        return 2 if isinstance(problem, UsageError) else 1
+    line = json.dumps(document)
+    print(table(document), file=sys.stderr if args.json else sys.stdout)
+    if args.output is not None:
+        args.output.write_text(line + "\n", encoding="utf-8")
+    if args.json:
+        print(line)
+    values = [(goal, goal.value(document)) for goal in GOALS]
+    missed = any(value is not None and not goal.met(value) for goal, value in values)
+    return 1 if args.check and missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
