@@ -87,6 +87,11 @@ cdef extern from "hash.h" nogil:
                      uint32_t* codes, float* raw)
 
 
+cdef extern from "probe.h" nogil:
+    float read_bytes(const char* at, int64_t bytes)
+    float read_tiles(const row_t* rows, int64_t n, int64_t row_bytes, int64_t ahead)
+
+
 cdef extern from "retrieve.h" nogil:
     enum: COUNTER_PASS
     void count_ids(uint8_t* counters, const uint16_t* ids, int n)
@@ -137,3 +142,4 @@ include "hash.pxi"
 include "segment.pxi"
 include "attend.pxi"
 include "lsh.pxi"
+include "probe.pxi"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from magicpig_cli.kernels import isa
 from magicpig_cli.kernels.attend import Attended, Run, Sampled, SampledRows, exact_attend, lsh_attend, lsh_sample
 from magicpig_cli.kernels.hashing import Projection, hash_queries, hash_rows
+from magicpig_cli.kernels.probe import read_rows, read_sequential
 from magicpig_cli.kernels.rows import NUMPY_TYPE, RowTable, RowType, row_bytes, row_width, widen, window_type
 from magicpig_cli.kernels.segment import (
     MAX_SEGMENT_ROWS,
@@ -46,6 +47,8 @@ __all__ = [
     "lsh_attend",
     "lsh_sample",
     "merge_segments",
+    "read_rows",
+    "read_sequential",
     "row_bytes",
     "row_width",
     "segment_codes",

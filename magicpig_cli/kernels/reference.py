@@ -215,3 +215,22 @@ def lsh_attend(
     ended = time.perf_counter_ns()
     sampled = np.array([[len(rows) for rows in heads] for heads in found], dtype=np.int64).reshape(q.shape[:2])
     return out, lse, sampled, (retrieved - began, ended - retrieved, 0), ended - began
+
+
+# --- bandwidth -----------------------------------------------------------------------------------------------------
+
+
+def read_sequential(data: np.ndarray, threads: int) -> int:
+    """Nanoseconds to read every byte once, from front to back."""
+    began = time.perf_counter_ns()
+    data.max()
+    return time.perf_counter_ns() - began
+
+
+def read_rows(table: RowTable, kv_head: int, rows: np.ndarray, threads: int) -> int:
+    """Nanoseconds to read K and V of the listed rows."""
+    began = time.perf_counter_ns()
+    for row in rows.tolist():
+        block, offset = divmod(row, table.block_rows)
+        table.blocks[block][kv_head, offset].max()
+    return time.perf_counter_ns() - began
