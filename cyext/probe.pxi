@@ -18,6 +18,7 @@ def read_rows(table, int64_t kv_head, const int64_t[::1] rows, int threads):
     """Nanoseconds to read K and V of the listed rows."""
     cdef Tables sources = Tables([table])
     cdef int64_t count = rows.shape[0], i, item, share = (count + threads - 1) // threads, began
+    cdef int64_t row_bytes = sources.of(0).row_bytes
     cdef Memory memory = Memory(count * sizeof(row_t))
     cdef row_t* at = <row_t*>memory.at
     cdef float total = 0
@@ -25,6 +26,5 @@ def read_rows(table, int64_t kv_head, const int64_t[::1] rows, int threads):
         at[i] = row_at(sources.of(0), kv_head, rows[i])
     began = now_ns()
     for item in prange(threads, nogil=True, schedule="static", num_threads=threads):
-        total += read_tiles(at + item * share, max(<int64_t>0, min(share, count - item * share)),
-                            sources.of(0).row_bytes, PROBE_AHEAD)
+        total += read_tiles(at + item * share, max(<int64_t>0, min(share, count - item * share)), row_bytes, PROBE_AHEAD)
     return now_ns() - began
