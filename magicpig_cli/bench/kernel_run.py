@@ -18,6 +18,7 @@ from magicpig_cli import hardware, kernels
 from magicpig_cli.bench import capture
 from magicpig_cli.bench.appending import LAST_STEPS, START_ROWS, measure_growth
 from magicpig_cli.bench.attend_case import AttendTimes, measure_attend, measure_scaling
+from magicpig_cli.bench.bandwidth import measure_bandwidth
 from magicpig_cli.bench.build import measure_build
 from magicpig_cli.bench.kernel_sizes import CASES, LONG, MIDDLE, PARTS, REAL_LONG, Sizes
 from magicpig_cli.bench.layer_tensors import IndexedLayer, LayerTensors
@@ -47,6 +48,7 @@ class KernelBench:
         document: dict[str, Any] = {"meta": self._meta(asked), "cases": []}
         for name in (case for case in CASES if case in asked):
             document["cases"].append(self._case(name))
+        document["bandwidth"] = self._part("bandwidth", asked, self._bandwidth)
         document["scaling_2_threads"] = self._part("scaling", asked, self._scaling)
         document["build"] = self._part("build", asked, self._build)
         document["append"] = self._part("append", asked, self._append)
@@ -124,6 +126,9 @@ class KernelBench:
             **summary(times),
         }
 
+    def _bandwidth(self) -> dict[str, float]:
+        return measure_bandwidth(self._long, self._cold, self.sizes.reps)
+
     def _scaling(self) -> float:
         return measure_scaling(self._long, self._cold, self.sizes.reps)
 
@@ -137,10 +142,9 @@ class KernelBench:
         return asdict(measure_growth(layer.tensors, self.sizes.appended))
 
     def _int8(self) -> dict[str, float]:
-        layers = [IndexedLayer(tensors, threads=self.threads) for tensors in self._captures[0]]
         return {
             "speedup": int8_speedup(self._long, self._cold, self.sizes.reps),
-            **int8_errors(layers, self.threads),
+            **int8_errors(self._captures[0], self.threads),
         }
 
     def _meta(self, asked: set[str]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class LayerTensors:
         return self.rows.shape[3]
 
 
-def stored(rows: torch.Tensor, dtype: str = "bfloat16") -> RowStore:
+def stored(rows: torch.Tensor, dtype: kernels.RowType = "bfloat16") -> RowStore:
     """A store of its own that holds rows [Hkv, N, 2, D] as `dtype`, in the blocks that the engine uses."""
     store = RowStore(BlockPool(rows.shape[0], rows.shape[3], dtype, BLOCK_ROWS))
     store.append(rows)
@@ -98,9 +98,9 @@ class IndexedLayer:
             self.q[one], self.codes[one], [group], self.weights, scale=self.tensors.scale, threads=threads
         )
 
-    def attend_exactly(self, step: int, threads: int, table: kernels.RowTable | None = None) -> kernels.Attended:
+    def attend_exactly(self, step: int, threads: int) -> kernels.Attended:
         """The exact result of one step over all rows."""
-        run = (table or self.store.table, 0, self.store.length)
+        run = (self.store.table, 0, self.store.length)
         return kernels.exact_attend(self.q[step : step + 1], [[run]], scale=self.tensors.scale, threads=threads)
 
     def sampled_rows(self, threads: int = 1) -> list[list[np.ndarray]]:
