@@ -96,14 +96,14 @@ def _cache_argument(model: type[PreTrainedModel]) -> str:
 
 def run(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, forward: Forward) -> torch.Tensor:
     """One forward over ids and positions, both [B, T] on the model's device → logits of the last position [B, V]."""
-    linear.set_phase(model, prefill=forward.prefill)
-    output = model(
-        input_ids=ids,
-        position_ids=positions,
-        use_cache=True,
-        logits_to_keep=1,
-        magicpig=forward,
-        **{_cache_argument(type(model)): PassThroughCache()},  # type: ignore[arg-type]
-    )
+    with linear.phase(model, prefill=forward.prefill):
+        output = model(
+            input_ids=ids,
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=1,
+            magicpig=forward,
+            **{_cache_argument(type(model)): PassThroughCache()},  # type: ignore[arg-type]
+        )
     logits: torch.Tensor = output.logits[:, -1]
     return logits

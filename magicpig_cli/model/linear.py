@@ -10,6 +10,7 @@ Measured in docs/decisions/003.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -197,8 +198,21 @@ def _widen_the_rest(model: PreTrainedModel) -> None:
             tensor.data = tensor.data.float()
 
 
-def set_phase(model: PreTrainedModel, *, prefill: bool) -> None:
-    """Say what the forward that comes is: a prompt chunk, or one token for each of several sequences."""
+@contextmanager
+def phase(model: PreTrainedModel, *, prefill: bool) -> Iterator[None]:
+    """Run a forward inside: a prompt chunk, or one token for each of several sequences. Nothing if nothing is held.
+
+    Inside, torch multiplies bfloat16 by its own code instead of oneDNN's, which it takes on CPUs with AVX-512: on one
+    row that is half as fast (gate and up of the demo model: 249 µs where torch's own takes 135).
+    """
     products: Products | None = getattr(model, _ATTRIBUTE, None)
-    if products is not None:
-        products.prefill = prefill
+    if products is None:
+        yield
+        return
+    products.prefill = prefill
+    onednn = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property of the module
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = onednn
