@@ -90,8 +90,7 @@ def shape_from_config(config: PretrainedConfig) -> ModelShape:
 
 def published_dtype(config: PretrainedConfig) -> str:
     """Number type that the config names for the checkpoint: float32, bfloat16, float16, …; float32 if it names none."""
-    found = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or "float32"
-    return str(found).removeprefix("torch.")
+    return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
 
 
 def read_dtype(asked: str, published: str, *, on_gpu: bool) -> str:

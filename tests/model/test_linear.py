@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from magicpig_cli.model import linear
+from magicpig_cli.bench.fill import natural_text
+from magicpig_cli.config import ModelOptions
+from magicpig_cli.model import linear, loader
 from magicpig_cli.model.shape import shape_from_config
 from tests.model.test_parity import make_runner, prompts
 from tests.tiny import FAMILIES, tiny_model
-from tests.tolerances import close_product, close_to_float32
+from tests.tolerances import KL_LIMIT, close_product, close_to_float32
 
 FORMS = ("bfloat16", "int8")
 
@@ -197,3 +199,33 @@ def test_the_runner_says_the_phase(form):
     list(runner.prefill(sequence, [7]))
     runner.decode([sequence], [4])
     assert seen == [True, True, False, True, False]  # 20 tokens are two chunks of 16
+
+
+# What rounding costs on trained weights
+
+KL_POSITIONS = 128
+
+
+@pytest.fixture(scope="module")
+def demo_logs(demo_model) -> torch.Tensor:
+    return next_token_logs(demo_model)
+
+
+def next_token_logs(loaded) -> torch.Tensor:
+    """Log-probabilities [positions, V] in float64 of decode steps over given English text."""
+    ids = loaded.tokenizer(natural_text()[:4000])["input_ids"][: 64 + KL_POSITIONS]
+    runner = make_runner(loaded.model, chunk=64)
+    sequence = runner.new_sequence()
+    list(runner.prefill(sequence, ids[:64]))
+    steps = [runner.decode([sequence], [token]) for token in ids[64:]]
+    return torch.stack([step.logits[0].double().log_softmax(-1) for step in steps])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_next_tokens_of_the_demo_model(form, demo_logs):
+    quantize = "int8" if form == "int8" else "none"
+    options = ModelOptions("demo", dtype="float32" if form == "int8" else form, quantize=quantize)
+    logs = next_token_logs(loader.load_model(options, torch.device("cpu")))
+    kl = (demo_logs.exp() * (demo_logs - logs)).sum(-1)
+    assert len(kl) == KL_POSITIONS
+    assert 0 < kl.mean() <= KL_LIMIT[form]
