@@ -29,10 +29,11 @@ from magicpig_cli.config import (
 from magicpig_cli.errors import ContextError, MemoryBudgetError, UsageError
 from magicpig_cli.hardware import Hardware
 from magicpig_cli.kernels import MAX_SEGMENT_ROWS, RowType, row_bytes, window_type
-from magicpig_cli.model.shape import ModelShape
+from magicpig_cli.model.shape import ModelShape, read_dtype
 from magicpig_cli.units import MAX_SIZE, format_bytes
 
 Mode = Literal["auto", "lsh", "exact"]
+WeightType = Literal["float32", "bfloat16", "int8"]
 
 FLUSH = 64  # rows that leave the window at once
 CHUNK = 512  # prompt tokens per forward: activations stay small and Ctrl-C is answered
@@ -42,7 +43,7 @@ MAX_BATCH = 8  # sequences decoded together: beyond it a CPU's matrix products g
 MAX_BATCH_GPU = 32
 RUNTIME_BYTES = 1 << 30  # Python, torch, activations, logits, projections
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 _ROWS_REASON = {
     "float32": "parity mode",
     "bfloat16": "half the memory",
@@ -78,6 +79,7 @@ class Plan:
     threads: int
     context: int
     row_dtype: RowType  # of the store; windows hold `window_type` of it
+    weight_type: WeightType
     weights_bytes: int  # of host memory; 0 when the weights lie on a GPU
     budget_bytes: int  # for keys, values and indexes of all sequences
     max_batch: int
@@ -184,7 +186,8 @@ def plan(hardware: Hardware, shape: ModelShape, settings: Settings) -> Plan:
     on_gpu = settings.model.device.startswith("cuda") or (settings.model.device == "auto" and bool(hardware.gpus))
     if on_gpu:
         _check_gpu(hardware, shape, settings.model)
-    weights = 0 if on_gpu else _weights_bytes(shape, settings.model.dtype, automatic="float32")
+    weight_type = _weight_type(shape, settings.model, on_gpu)
+    weights = 0 if on_gpu else _weights_bytes(shape, weight_type)
     draft = Plan(
         shape=shape,
         mode=cast(Mode, attention.mode),
@@ -196,6 +199,7 @@ def plan(hardware: Hardware, shape: ModelShape, settings: Settings) -> Plan:
         threads=settings.threads or hardware.threads,
         context=_wanted_context(shape, settings),
         row_dtype="bfloat16" if attention.kv_dtype == "auto" else cast(RowType, attention.kv_dtype),
+        weight_type=weight_type,
         weights_bytes=weights,
         budget_bytes=_budget(hardware, weights),
         max_batch=MAX_BATCH_GPU if on_gpu else MAX_BATCH,
@@ -262,15 +266,29 @@ def _wanted_context(shape: ModelShape, settings: Settings) -> int:
     return asked
 
 
-def _weights_bytes(shape: ModelShape, dtype: str, automatic: str) -> int:
-    """Bytes of the weights; `automatic` is the number type that `auto` means on the device."""
-    return shape.params * _DTYPE_BYTES[automatic if dtype == "auto" else dtype]
+def _weight_type(shape: ModelShape, model: ModelOptions, on_gpu: bool) -> WeightType:
+    """In which form linear layers hold their weights. Raises UsageError."""
+    if model.quantize not in ("none", "int8"):
+        raise UsageError(f"--quantize {model.quantize} is unknown", hint="use none or int8")
+    if model.quantize == "int8":
+        if on_gpu:
+            raise UsageError(
+                "--quantize int8 stores linear layers for a CPU; on a GPU it cannot be used yet",
+                hint="leave it out, or use --device cpu",
+            )
+        return "int8"
+    return cast(WeightType, read_dtype(model.dtype, shape.dtype, on_gpu=on_gpu))
+
+
+def _weights_bytes(shape: ModelShape, form: WeightType) -> int:
+    """Host bytes of the weights; experts of a mixture are no linear layers of their own and stay float32."""
+    return (shape.params - shape.expert_params) * _DTYPE_BYTES[form] + shape.expert_params * _DTYPE_BYTES["float32"]
 
 
 def _check_gpu(hardware: Hardware, shape: ModelShape, model: ModelOptions) -> None:
     """Refuse weights that are larger than the GPU. What is free there changes while loading, so the whole counts."""
     _, _, number = model.device.partition(":")
-    weights = _weights_bytes(shape, model.dtype, automatic="bfloat16")
+    weights = shape.params * _DTYPE_BYTES[read_dtype(model.dtype, shape.dtype, on_gpu=True)]
     for gpu in hardware.gpus:
         if gpu.index == int(number or 0) and weights > gpu.total_bytes:
             raise MemoryBudgetError(
@@ -287,7 +305,8 @@ def _budget(hardware: Hardware, weights: int) -> int:
         raise MemoryBudgetError(
             f"the weights need {format_bytes(weights)} and the program {format_bytes(RUNTIME_BYTES)}, "
             f"but {format_bytes(hardware.memory_free + mine)} of memory are free",
-            hint="free some memory, choose a smaller model, or halve the weights with --dtype bfloat16",
+            hint="free some memory, choose a smaller model, or shrink the weights with --dtype bfloat16 "
+            "or --quantize int8",
         )
     return left
 
@@ -333,6 +352,7 @@ def _reasons(draft: Plan, context: int, hardware: Hardware, settings: Settings) 
         f"threads {draft.threads}: "
         + ("as asked" if settings.threads else f"cores {hardware.cores_physical}, usable {hardware.cores_usable}")
     )
+    lines.append(_weights_reason(draft, settings.model))
     lines.append(f"rows {draft.row_dtype}: {_ROWS_REASON[draft.row_dtype]}")
     lines.append(
         f"memory: {_memory_sum(draft, context)} per sequence of {context:,} tokens, "
@@ -349,6 +369,14 @@ def _context_reason(draft: Plan, context: int, settings: Settings) -> str:
         scaled = f", {shape.rope} scaling of {shape.trained_context:,}" if shape.trained_context else ""
         return f"context {context:,}: the model's own{scaled}"
     return f"context {context:,}: as asked, the model's own is {shape.context:,}"
+
+
+def _weights_reason(draft: Plan, model: ModelOptions) -> str:
+    asked = model.dtype != "auto" or draft.weight_type == "int8"
+    why = "as asked" if asked else f"the model was published in {draft.shape.dtype}"
+    if draft.windows_on_host and draft.weight_type != "float32":
+        why += "; multiplied as such while generating, in float32 while reading a prompt"
+    return f"weights {draft.weight_type}: {why}"
 
 
 def _attention_reason(draft: Plan) -> str:

@@ -15,6 +15,9 @@ SUM = 128  # weighted sums over thousands of rows
 LOGITS = 1024  # through all layers of a tiny model, blocks of keys in another order
 INT8 = 0.1  # logits through all layers of a tiny model on int8 rows; measured 0.003 to 0.05, other keys give over 0.5
 EXP = 8  # exponential, and the tanh made of it, in ulp
+BF16_U = 2.0**-9  # unit roundoff of bfloat16
+KL_LIMIT = {"bfloat16": 0.005, "int8": 0.02}  # nats per token on the demo model: measured 0.0008 and 0.006
+ROUNDED_LOGITS = {"bfloat16": 0.04, "int8": 0.12}  # relative, of tiny random models: measured 0.025 and 0.076
 
 
 def dot_bound(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -79,3 +82,23 @@ def close_through_int8(logits: Any, wanted: Any) -> bool:
     """Whether logits [n, V] on int8 rows are those on float32 rows, up to INT8 of their length."""
     logits, wanted = (np.asarray(x, dtype=np.float64) for x in (logits, wanted))
     return bool((np.linalg.norm(logits - wanted, axis=-1) <= INT8 * np.linalg.norm(wanted, axis=-1)).all())
+
+
+def close_product(got: Any, wanted: Any, sizes: Any, *, rounded: bool) -> bool:
+    """Whether a product [M, N] is `wanted` up to rounding, sizes [M, N] being Σ|aᵢbᵢ|.
+
+    rounded: activations and result went through bfloat16.
+    """
+    got, wanted, sizes = (np.asarray(x, dtype=np.float64) for x in (got, wanted, sizes))
+    unit = BF16_U if rounded else DOT * U
+    return bool((np.abs(got - wanted) <= unit * (sizes + np.abs(wanted)) + DOT * U * sizes).all())
+
+
+def close_to_float32(got: Any, wanted: Any, form: str) -> bool:
+    """Whether logits [steps, V] over weights of a tiny random model rounded to `form` follow those of float32.
+
+    Random weights with standard deviation 0.2 amplify every rounding; trained ones are held to the KL divergence.
+    """
+    got, wanted = (np.asarray(x, dtype=np.float64) for x in (got, wanted))
+    error = np.linalg.norm(got - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+    return bool(np.median(error) <= ROUNDED_LOGITS[form])

@@ -32,7 +32,7 @@ def meta(engine: Engine, hardware: Hardware) -> dict[str, Any]:
         "commit": commit(),
         "model": engine.model_name,
         "params": engine.params,
-        "dtype": str(engine.runner.model.dtype).removeprefix("torch."),
+        "dtype": engine.plan.weight_type,
         "kv_dtype": engine.plan.row_dtype,
         "device": engine.device,
         "cpu": hardware.cpu_model,

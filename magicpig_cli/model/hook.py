@@ -21,6 +21,7 @@ from magicpig_cli.attention.base import LogitRule, StepRecorder
 from magicpig_cli.cache.layer import LayerCache
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.errors import ModelError
+from magicpig_cli.model import linear
 
 
 @dataclass(slots=True)
@@ -32,6 +33,11 @@ class Forward:
     sampled: list[list[bool]] | None = None  # per layer, per sequence
     taken: Callable[[int, LayerCache], None] | None = None  # told of each layer that has taken in the rows of a chunk
     record: StepRecorder = field(default_factory=StepRecorder)
+
+    @property
+    def prefill(self) -> bool:
+        """Whether this is a prompt chunk: then every layer is exact and products are those of many rows."""
+        return self.sampled is None
 
 
 class PassThroughCache(Cache):
@@ -90,13 +96,14 @@ def _cache_argument(model: type[PreTrainedModel]) -> str:
 
 def run(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, forward: Forward) -> torch.Tensor:
     """One forward over ids and positions, both [B, T] on the model's device → logits of the last position [B, V]."""
-    output = model(
-        input_ids=ids,
-        position_ids=positions,
-        use_cache=True,
-        logits_to_keep=1,
-        magicpig=forward,
-        **{_cache_argument(type(model)): PassThroughCache()},  # type: ignore[arg-type]
-    )
+    with linear.phase(model, prefill=forward.prefill):
+        output = model(
+            input_ids=ids,
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=1,
+            magicpig=forward,
+            **{_cache_argument(type(model)): PassThroughCache()},  # type: ignore[arg-type]
+        )
     logits: torch.Tensor = output.logits[:, -1]
     return logits

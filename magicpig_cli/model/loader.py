@@ -32,9 +32,9 @@ from magicpig_cli import hardware
 from magicpig_cli.config import ModelOptions
 from magicpig_cli.errors import MagicpigError, MemoryBudgetError, ModelError, UsageError
 from magicpig_cli.events import LoadProgress
-from magicpig_cli.model import demo, gguf, hub, weights
+from magicpig_cli.model import demo, gguf, hub, linear, weights
 from magicpig_cli.model.progress import Report, forwarded, ignore, one_line
-from magicpig_cli.model.shape import unsupported_reason
+from magicpig_cli.model.shape import published_dtype, read_dtype, shape_from_config, unsupported_reason
 from magicpig_cli.units import format_bytes
 
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "*.tiktoken")
@@ -93,12 +93,11 @@ def _check_cuda(device: torch.device) -> None:
         )
 
 
-def resolve_dtype(text: str, device: torch.device) -> torch.dtype:
-    """Number type of the weights. auto: float32 on a CPU, whatever the checkpoint has (CASES 25); else bfloat16."""
-    if text == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
+def resolve_dtype(text: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    """Number type in which the weights are read (see `read_dtype`). Raises UsageError."""
+    name = read_dtype(text, published_dtype(config), on_gpu=device.type != "cpu")
     try:
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[text]
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
     except KeyError:
         raise UsageError(f"dtype {text!r} is unknown", hint="use auto, float32 or bfloat16") from None
 
@@ -142,7 +141,6 @@ def load_model(
 ) -> Loaded:
     """Everything, with this project's attention. Raises ModelError, MemoryBudgetError or UsageError."""
     report = on_progress or ignore
-    dtype = resolve_dtype(options.dtype, device)
     dummy = options.load_format == "dummy"
     if dummy:
         source = _locate(options, lambda: hub.fetch(options, hub.TEXT_FILES, report))
@@ -157,11 +155,14 @@ def load_model(
     assert source.folder is not None
     config = _config_in(source.folder, source.name, options)
     check_supported(config, source.name)
+    dtype = resolve_dtype(options.dtype, config, device)
     if dummy:
         model = _random_model(config, device, dtype, options, report)
     else:
         model = _read_model(source, config, device, dtype, options, report)
     model.train(False).requires_grad_(False)
+    if device.type == "cpu" and (options.quantize == "int8" or dtype == torch.bfloat16):
+        linear.hold(model, "int8" if options.quantize == "int8" else "bfloat16", report)
     return Loaded(
         model=model,
         tokenizer=_tokenizer_in(source.folder, source.name, options),
@@ -325,7 +326,7 @@ def _read_model(
     assert source.folder is not None
     _refuse_quantized(config, source.name)
     weights.check(source.folder)
-    _check_memory(source, dtype)
+    _check_memory(source, dtype, widened=shape_from_config(config).expert_params if device.type == "cpu" else 0)
     with _explaining(f"the weights of {source.name}"), forwarded("loading weights", report):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.folder, config=config, dtype=dtype, attn_implementation="magicpig",
@@ -364,10 +365,13 @@ def _refuse_incomplete(name: str, info: dict[str, Any]) -> None:
         )
 
 
-def _check_memory(source: _Source, dtype: torch.dtype) -> None:
-    """Refuse before the kernel's out-of-memory killer does: on the way to a GPU weights pass through host memory."""
+def _check_memory(source: _Source, dtype: torch.dtype, widened: int) -> None:
+    """Refuse before the kernel's out-of-memory killer does: on the way to a GPU weights pass through host memory.
+
+    Before int8 they are read as `dtype`, which is the peak; `widened` parameters become float32 after that.
+    """
     assert source.folder is not None
-    need = weights.count_values(source.folder) * dtype.itemsize
+    need = weights.count_values(source.folder) * dtype.itemsize + widened * (torch.float32.itemsize - dtype.itemsize)
     free = hardware.probe().memory_free
     if need > free:
         raise MemoryBudgetError(

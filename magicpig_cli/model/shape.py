@@ -48,6 +48,8 @@ class ModelShape:
     rope: str = "default"  # transformers' rope_type of the full-attention layers
     trained_context: int | None = None  # tokens before rotary scaling, where the config tells
     params: int = 0  # estimate from the config
+    expert_params: int = 0  # of these, in experts of a mixture
+    dtype: str = "float32"  # number type in which the checkpoint was published; float32 if the config does not tell
 
     @property
     def full_layers(self) -> tuple[int, ...]:
@@ -81,7 +83,25 @@ def shape_from_config(config: PretrainedConfig) -> ModelShape:
         rope=rope,
         trained_context=trained,
         params=_estimate_params(config),
+        expert_params=_expert_params(config),
+        dtype=published_dtype(config),
     )
+
+
+def published_dtype(config: PretrainedConfig) -> str:
+    """Number type that the config names for the checkpoint: float32, bfloat16, float16, …; float32 if it names none."""
+    return str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+
+
+def read_dtype(asked: str, published: str, *, on_gpu: bool) -> str:
+    """Number type in which weights are read: what was asked for, or what `auto` means.
+
+    On a GPU bfloat16. On a CPU bfloat16 if the checkpoint is bfloat16, so that nothing is lost and half the bytes are
+    read per token; else float32 (float16 has more digits than a bfloat16, and no product worth having on CPUs).
+    """
+    if asked != "auto":
+        return asked
+    return "bfloat16" if on_gpu or published == "bfloat16" else "float32"
 
 
 def _whole(config: PretrainedConfig, name: str) -> int:
@@ -166,13 +186,27 @@ def _estimate_params(config: PretrainedConfig) -> int:
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
-    inner = getattr(config, "moe_intermediate_size", None) if experts > 1 else None
-    inner = inner or getattr(config, "intermediate_size", None) or 4 * hidden
+    experts = _experts(config)
     router = hidden * experts if experts > 1 else 0
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    mlp = _expert_params(config) if experts > 1 else layers * 3 * hidden * inner
     embeddings = config.vocab_size * hidden * (1 if getattr(config, "tie_word_embeddings", False) else 2)
-    total = embeddings + layers * (attention + 3 * hidden * inner * experts + router + 2 * hidden) + hidden
+    total = embeddings + layers * (attention + router + 2 * hidden) + mlp + hidden
     return int(total)
+
+
+def _experts(config: PretrainedConfig) -> int:
+    """Experts per layer; 1 where there is no choice among them."""
+    return getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
+
+
+def _expert_params(config: PretrainedConfig) -> int:
+    """Parameters of all experts of all layers; 0 where there is no choice among them."""
+    experts = _experts(config)
+    if experts == 1:
+        return 0
+    inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
+    return int(config.num_hidden_layers * 3 * config.hidden_size * (inner or 4 * config.hidden_size) * experts)
 
 
 def unsupported_reason(config: PretrainedConfig) -> str | None:

@@ -20,7 +20,7 @@ from magicpig_cli.config import ModelOptions
 from magicpig_cli.errors import MagicpigError, MemoryBudgetError, ModelError, UsageError
 from magicpig_cli.events import LoadProgress
 from magicpig_cli.model import demo, loader
-from tests.tiny import tiny_model
+from tests.tiny import tiny_config, tiny_model
 
 CPU = torch.device("cpu")
 
@@ -72,13 +72,34 @@ def test_directory_gives_the_same_model_ready_to_run(original):
     assert loaded.tokenizer.decode(loaded.tokenizer("Grüße")["input_ids"]) == "Grüße"
 
 
-@pytest.mark.parametrize(("dtype", "wanted"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
-def test_half_precision_checkpoint_on_a_cpu(dtype, wanted, original, tmp_path):
-    tiny_model("llama").half().save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("published", "options", "wanted"),
+    [
+        (torch.float16, {}, torch.float32),
+        (torch.bfloat16, {}, torch.bfloat16),
+        (torch.float32, {}, torch.float32),
+        (torch.float32, {"dtype": "bfloat16"}, torch.bfloat16),
+        (torch.bfloat16, {"dtype": "float32"}, torch.float32),
+        (torch.bfloat16, {"quantize": "int8"}, torch.int8),
+        (torch.float32, {"quantize": "int8", "dtype": "float32"}, torch.int8),
+    ],
+)
+def test_number_types_on_a_cpu(published, options, wanted, original, tmp_path):
+    """Linear layers and embedding in the type asked for, everything else in float32."""
+    tiny_model("llama").to(published).save_pretrained(tmp_path)
     shutil.copy(original / "tokenizer.json", tmp_path)
     shutil.copy(original / "tokenizer_config.json", tmp_path)
-    loaded = load(tmp_path, dtype=dtype)
-    assert {p.dtype for p in loaded.model.parameters()} == {wanted}
+    loaded = load(tmp_path, **options)
+    by_size = {p.dim(): p.dtype for p in loaded.model.parameters()}
+    assert by_size == {2: wanted, 1: torch.float32}
+    assert loaded.params == sum(p.numel() for p in tiny_model("llama").parameters())
+
+
+def test_progress_of_quantizing(original):
+    events: list[LoadProgress] = []
+    loader.load_model(ModelOptions(str(original), quantize="int8"), CPU, events.append)
+    last = events[-1]
+    assert (last.stage, last.done, last.total) == ("storing weights as int8", 23, 23)
 
 
 def test_generation_config_of_the_directory_is_kept(folder):
@@ -324,8 +345,10 @@ def test_devices_that_do_not_exist(text):
 
 def test_number_types():
     cuda = torch.device("cuda", 0)
-    assert loader.resolve_dtype("auto", CPU) == torch.float32
-    assert loader.resolve_dtype("auto", cuda) == torch.bfloat16
-    assert loader.resolve_dtype("float32", cuda) == torch.float32
+    full, half = tiny_config("llama", dtype="float32"), tiny_config("llama", dtype=torch.bfloat16)
+    assert loader.resolve_dtype("auto", full, CPU) == torch.float32
+    assert loader.resolve_dtype("auto", half, CPU) == torch.bfloat16
+    assert loader.resolve_dtype("auto", full, cuda) == torch.bfloat16
+    assert loader.resolve_dtype("float32", half, cuda) == torch.float32
     with pytest.raises(UsageError):
-        loader.resolve_dtype("float16", CPU)
+        loader.resolve_dtype("float16", full, CPU)

@@ -187,6 +187,7 @@ def test_windowed_layers_are_never_sampled():
         ({"dense_layers": (-1,)}, "layer -1"),
         ({"mode": "topk"}, "topk"),
         ({"kv_dtype": "float16"}, "float16"),
+        ({"quantize": "int4"}, "int4"),
         ({"context": 0}, "0 tokens"),
     ],
 )
@@ -248,6 +249,39 @@ def test_weights_that_do_not_fit_are_refused_with_the_sum():
     with pytest.raises(MemoryBudgetError, match=r"29\.9 GiB .* 20\.0 GiB"):
         plan(replace(DESKTOP, memory_free=20 * GIB), LLAMA_8B, Settings())
     assert plan(replace(DESKTOP, memory_free=20 * GIB), LLAMA_8B, settings(dtype="bfloat16")).budget_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("published", "options", "form", "bytes_per_value"),
+    [
+        ("float32", {}, "float32", 4),
+        ("float16", {}, "float32", 4),
+        ("bfloat16", {}, "bfloat16", 2),
+        ("float32", {"dtype": "bfloat16"}, "bfloat16", 2),
+        ("bfloat16", {"dtype": "float32"}, "float32", 4),
+        ("bfloat16", {"quantize": "int8"}, "int8", 1),
+        ("float32", {"quantize": "int8", "dtype": "float32"}, "int8", 1),
+    ],
+)
+def test_bytes_of_weights_on_a_cpu(published, options, form, bytes_per_value):
+    chosen = plan(DESKTOP, replace(LLAMA_8B, dtype=published), settings(**options))
+    assert chosen.weight_type == form
+    assert chosen.weights_bytes == LLAMA_8B.params * bytes_per_value
+    assert any(reason.startswith(f"weights {form}: ") for reason in chosen.reasons)
+
+
+def test_experts_of_a_mixture_stay_float32():
+    mixture = replace(LLAMA_8B, expert_params=5_000_000_000)
+    chosen = plan(DESKTOP, mixture, settings(quantize="int8"))
+    assert chosen.weights_bytes == 3_030_261_248 + 4 * 5_000_000_000
+
+
+def test_int8_is_refused_on_a_gpu():
+    machine = replace(DESKTOP, gpus=(Gpu(0, "Some GPU", 24 * GIB, 23 * GIB),))
+    for device in ("auto", "cuda", "cuda:0"):
+        with pytest.raises(UsageError, match="on a GPU it cannot be used yet"):
+            plan(machine, LLAMA_8B, settings(quantize="int8", device=device))
+    assert plan(machine, LLAMA_8B, settings(quantize="int8", device="cpu")).weight_type == "int8"
 
 
 def test_the_budget_is_the_same_before_and_after_loading():

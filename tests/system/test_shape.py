@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from magicpig_cli.errors import ModelError
 from magicpig_cli.model.shape import VERIFIED_FAMILIES, shape_from_config, unsupported_reason
+from tests.tiny import tiny_config
 
 LONG_FACTORS = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
 
@@ -183,3 +185,16 @@ def test_a_config_without_code_is_refused():
 def test_a_config_that_is_no_decoder_raises_one_clear_error():
     with pytest.raises(ModelError, match="num_hidden_layers=None"):
         shape_from_config(PretrainedConfig())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wanted"),
+    [(None, "float32"), (torch.bfloat16, "bfloat16"), ("float16", "float16"), (torch.float32, "float32")],
+)
+def test_number_type_of_the_checkpoint(dtype, wanted):
+    assert shape_from_config(tiny_config("llama", dtype=dtype)).dtype == wanted
+
+
+def test_experts_are_part_of_the_parameters():
+    assert shape_from_config(tiny_config("mixtral")).expert_params == 3 * 3 * 3 * 64 * 96  # layers · experts · parts
+    assert shape_from_config(tiny_config("llama")).expert_params == 0

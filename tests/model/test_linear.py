@@ -1,0 +1,231 @@
+"""Linear layers that hold bfloat16 or int8 weights: every family, phases, memory, and what rounding costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from magicpig_cli.bench.fill import natural_text
+from magicpig_cli.config import ModelOptions
+from magicpig_cli.model import linear, loader
+from magicpig_cli.model.shape import shape_from_config
+from tests.model.test_parity import make_runner, prompts
+from tests.tiny import FAMILIES, tiny_model
+from tests.tolerances import KL_LIMIT, close_product, close_to_float32
+
+FORMS = ("bfloat16", "int8")
+
+
+def held_model(family: str, form: linear.Form, **overrides):
+    model = tiny_model(family, **overrides)
+    linear.hold(model, form)
+    return model
+
+
+def teacher_forced(model, steps: int = 6) -> torch.Tensor:
+    """Logits after two prompts, and of decode steps over both: the tokens are given, so that models stay comparable."""
+    runner = make_runner(model)
+    sequences, logits = [], []
+    for prompt in prompts(model.config.vocab_size, (150, 21)):
+        sequence = runner.new_sequence()
+        *_, (_, last) = runner.prefill(sequence, prompt)
+        sequences.append(sequence)
+        logits.append(last)
+    for token in range(3, 3 + steps):
+        logits += runner.decode(sequences, [token, token + 1]).logits
+    return torch.stack(logits)
+
+
+# One layer
+
+
+def layer_and_inputs(form: linear.Form, rows: int, bias: bool = True):
+    torch.manual_seed(rows)
+    layer = nn.Linear(80, 33, bias=bias)
+    products = linear.Products()
+    held = linear.stored(layer.weight.detach(), form)
+    bias_values = layer.bias.detach() if bias else None
+    return linear.StoredLinear(held, bias_values, products, few_rows=False), products, torch.randn(rows, 80)
+
+
+def as_float(layer: linear.StoredLinear) -> torch.Tensor:
+    """The weight that the layer holds, in float64."""
+    weight = layer.weight.double()
+    return weight if layer.scale is None else weight * layer.scale.double()[:, None]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [1, 2, 5, 64])
+@pytest.mark.parametrize("bias", [True, False])
+def test_both_phases_multiply_what_is_held(form, rows, bias):
+    layer, products, x = layer_and_inputs(form, rows, bias)
+    offset = layer.bias.double() if bias else 0.0
+    wanted = x.double() @ as_float(layer).T
+    sizes = x.double().abs() @ as_float(layer).abs().T
+    for products.prefill in (True, False):
+        got = layer(x.reshape(1, rows, 80))
+        assert (got.shape, got.dtype) == ((1, rows, 33), torch.float32)
+        assert close_product(got[0].double() - offset, wanted, sizes, rounded=not products.prefill)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_phase_chooses_the_product_and_the_number_of_rows_does_not(form):
+    """One row in prefill is multiplied in float32, 64 rows in decode are not: both differ from the other phase."""
+    for rows in (1, 64):
+        layer, products, x = layer_and_inputs(form, rows)
+        exact = x @ as_float(layer).float().T + layer.bias
+        products.prefill = True
+        wide = layer(x)
+        products.prefill = False
+        narrow = layer(x)
+        assert (wide - exact).abs().max() < (narrow - exact).abs().max() / 100
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_blocks_of_the_cast_buffer_change_nothing(form, monkeypatch):
+    layer, products, x = layer_and_inputs(form, 9)
+    products.prefill = True
+    whole = layer(x)
+    monkeypatch.setattr(linear, "BUFFER_VALUES", 80 * 7)
+    small = linear.Products()
+    small.prefill = True
+    layer._products = small
+    assert close_product(layer(x), whole, x.abs() @ as_float(layer).float().abs().T, rounded=False)
+    assert small._buffer.numel() == 80 * 7
+
+
+def test_int8_uses_the_whole_range_of_every_row():
+    weight = torch.randn(50, 64) * torch.logspace(-6, 3, 50)[:, None]
+    weight[7] = 0.0
+    held = linear.stored(weight, "int8")
+    assert held.weight.abs().amax(dim=1).tolist() == [127] * 7 + [0] + [127] * 42
+    restored = held.weight.float() * held.scale.float()[:, None]
+    assert ((restored - weight).abs() <= 0.501 * held.scale.float()[:, None]).all()
+
+
+def test_quantizing_leaves_the_weight_as_it_was():
+    weight = torch.randn(20, 32)
+    before = weight.clone()
+    linear.stored(weight, "int8")
+    assert torch.equal(weight, before)
+
+
+# Whole models
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_runs_close_to_float32(family, form):
+    wanted = teacher_forced(tiny_model(family))
+    got = teacher_forced(held_model(family, form))
+    assert close_to_float32(got, wanted, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_held_once(family, form):
+    """Every 2-D weight that fits takes 2 or 1 bytes per value; nothing keeps the float32 original alive."""
+    before = tiny_model(family)
+    shape = shape_from_config(before.config)
+    model = held_model(family, form)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in before.parameters())
+    layers = [module for module in model.modules() if isinstance(module, (linear.StoredLinear, linear.StoredEmbedding))]
+    assert not [name for name, module in model.named_modules() if type(module) in (nn.Linear, nn.Embedding)]
+    size = {"bfloat16": 2, "int8": 1}[form]
+    assert {layer.weight.element_size() for layer in layers} == {size}
+    wide = sum(p.nbytes for p in model.parameters() if p.dtype == torch.float32)
+    assert wide <= 4 * (shape.expert_params + 0.02 * shape.params)
+    scales = sum(layer.scale.nbytes for layer in layers if layer.scale is not None)
+    assert scales == 0 if form == "bfloat16" else 0 < scales < 0.05 * shape.params
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_weights_stay_tied(form, tied):
+    model = held_model("gemma3_text", form, tie_word_embeddings=tied)
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    assert (embedding.weight is output.weight) == tied
+    assert embedding.scale is None or (embedding.scale.data_ptr() == output.scale.data_ptr()) == tied
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_embedding_gives_float32_rows_of_what_is_held(form):
+    model = held_model("gemma3_text", form)
+    embedding = model.get_input_embeddings()
+    ids = torch.tensor([[5, 9, 5]])
+    got = embedding(ids)
+    assert got.dtype == torch.float32
+    assert torch.equal(got[0, 0], got[0, 2])
+    assert torch.equal(got.double(), as_float(embedding)[ids] * 64**0.5)  # 8 and 8 bits: float32 holds the product
+
+
+def test_bfloat16_loses_nothing_of_a_bfloat16_checkpoint():
+    """Prefill multiplies in float32, so it gives what the widened checkpoint gives, but for the output layer."""
+    model = tiny_model("qwen2").to(torch.bfloat16)
+    plain = tiny_model("qwen2").to(torch.bfloat16).float()
+    linear.hold(model, "bfloat16")
+    for held, wide in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(held.float(), wide)
+
+
+def test_layers_that_the_int8_product_cannot_take_stay_float32():
+    model = held_model("llama", "int8", hidden_size=72, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    kept = {name for name, module in model.named_modules() if type(module) in (nn.Linear, nn.Embedding)}
+    assert "model.layers.0.self_attn.q_proj" in kept
+    assert {"model.embed_tokens", "lm_head"} <= kept
+    assert isinstance(model.model.layers[0].self_attn.o_proj, linear.StoredLinear)
+    assert teacher_forced(model).isfinite().all()
+
+
+def test_the_rest_of_a_bfloat16_model_becomes_float32():
+    model = tiny_model("gemma2").to(torch.bfloat16)
+    linear.hold(model, "int8")
+    assert {p.dtype for p in model.parameters()} == {torch.int8, torch.float32}
+    scales = [m.scale for m in model.modules() if hasattr(m, "scale")]
+    assert {s.dtype for s in scales} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_runner_says_the_phase(form):
+    model = held_model("llama", form)
+    runner = make_runner(model)
+    seen: list[bool] = []
+    layer = model.model.layers[0].mlp.up_proj
+    layer.register_forward_pre_hook(lambda module, _: seen.append(module._products.prefill))
+    sequence = runner.new_sequence()
+    list(runner.prefill(sequence, [5] * 20))
+    runner.decode([sequence], [3])
+    list(runner.prefill(sequence, [7]))
+    runner.decode([sequence], [4])
+    assert seen == [True, True, False, True, False]  # 20 tokens are two chunks of 16
+
+
+# What rounding costs on trained weights
+
+KL_POSITIONS = 128
+
+
+@pytest.fixture(scope="module")
+def demo_logs(demo_model) -> torch.Tensor:
+    return next_token_logs(demo_model)
+
+
+def next_token_logs(loaded) -> torch.Tensor:
+    """Log-probabilities [positions, V] in float64 of decode steps over given English text."""
+    ids = loaded.tokenizer(natural_text()[:4000])["input_ids"][: 64 + KL_POSITIONS]
+    runner = make_runner(loaded.model, chunk=64)
+    sequence = runner.new_sequence()
+    list(runner.prefill(sequence, ids[:64]))
+    steps = [runner.decode([sequence], [token]) for token in ids[64:]]
+    return torch.stack([step.logits[0].double().log_softmax(-1) for step in steps])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_next_tokens_of_the_demo_model(form, demo_logs):
+    quantize = "int8" if form == "int8" else "none"
+    options = ModelOptions("demo", dtype="float32" if form == "int8" else form, quantize=quantize)
+    logs = next_token_logs(loader.load_model(options, torch.device("cpu")))
+    kl = (demo_logs.exp() * (demo_logs - logs)).sum(-1)
+    assert len(kl) == KL_POSITIONS
+    assert 0 < kl.mean() <= KL_LIMIT[form]
