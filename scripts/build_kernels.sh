@@ -6,19 +6,13 @@ cd "$(dirname "$0")/.."
 folder=$1
 shift
 
-tools=build/tools # cython and its CMake module: pip keeps those of an ordinary build to itself
-if [ ! -x $tools/bin/cython ]; then
-  "${PYTHON:-python3}" -m venv $tools
-  $tools/bin/pip --disable-pip-version-check --quiet install cython cython-cmake cmake
-fi
-modules=$($tools/bin/python -c 'import cython_cmake, pathlib; print(pathlib.Path(cython_cmake.__file__).parent / "cmake")')
-
-$tools/bin/cmake -S cyext -B "$folder/cmake" -DCMAKE_BUILD_TYPE=Release -DCMAKE_MODULE_PATH="$modules" \
-  -DPython_EXECUTABLE="$PWD/.venv/bin/python" \
-  -DCYTHON_EXECUTABLE="$PWD/$tools/bin/cython" "$@"
-$tools/bin/cmake --build "$folder/cmake" --parallel "$(nproc)"
+bin=.venv/bin
+modules=$($bin/python -c 'import cython_cmake, pathlib; print(pathlib.Path(cython_cmake.__file__).parent / "cmake")')
+$bin/cmake -S cyext -B "$folder/cmake" -DCMAKE_BUILD_TYPE=Release -DCMAKE_MODULE_PATH="$modules" \
+  -DPython_EXECUTABLE="$PWD/$bin/python" -DCYTHON_EXECUTABLE="$PWD/$bin/cython" "$@"
+$bin/cmake --build "$folder/cmake" --parallel "$(nproc)"
 
 rm -rf "$folder/site"
 mkdir -p "$folder/site"
 cp -r magicpig_cli "$folder/site/"
-$tools/bin/cmake --install "$folder/cmake" --prefix "$folder/site"
+$bin/cmake --install "$folder/cmake" --prefix "$folder/site"
