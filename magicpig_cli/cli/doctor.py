@@ -91,7 +91,7 @@ def _print_page(machine: Hardware, runtimes: tuple[str, ...]) -> None:
         ("versions", ", ".join(f"{name} {version or 'missing'}" for name, version in _versions().items())),
         ("system", f"{platform.system()} {platform.release()} {platform.machine()}{_platform_note()}"),
         ("CPU", machine.cpu_model),
-        ("kernels", f"{machine.isa} (can run: {', '.join(machine.tiers) or 'only the NumPy reference'})"),
+        ("kernels", _kernels(machine)),
         ("cores", f"{machine.cores_physical} physical, {machine.cores_usable} usable by this process"),
         ("threads", str(machine.threads)),
         ("NUMA nodes", str(machine.numa_nodes)),
@@ -103,6 +103,16 @@ def _print_page(machine: Hardware, runtimes: tuple[str, ...]) -> None:
         ("Hub cache", f"{hub['cache']}, token {'present' if hub['token'] else 'not set'}"),
     ]
     console.print_table(("", ""), rows)
+
+
+def _kernels(machine: Hardware) -> str:
+    """The tier in use and how it is tested, what else could be used, and what the CPU or the system does not allow."""
+    from magicpig_cli.kernels import isa
+
+    used = f"{machine.isa}, tested {isa.TESTED[machine.isa]}" if machine.isa in isa.TESTED else machine.isa
+    idle = [tier for tier in isa.compiled() if tier not in machine.tiers]
+    beyond = f"; compiled, but not for this CPU: {', '.join(idle)}" if idle else ""
+    return f"{used} (can run: {', '.join(machine.tiers) or 'only the NumPy reference'}{beyond})"
 
 
 def _platform_note() -> str:

@@ -17,6 +17,12 @@ from magicpig_cli.kernels import reference
 
 VARIABLE = "MAGICPIG_ISA"
 TIERS = ("portable", "neon", "avx2", "avx512")  # ascending: the last one that can run is chosen
+TESTED = {  # how this project tests a tier
+    "portable": "natively",
+    "neon": "under emulation",  # scripts/test_neon.sh: arithmetic and memory accesses, not speed
+    "avx2": "natively",
+    "avx512": "natively",
+}
 
 
 def _module(tier: str) -> str:
