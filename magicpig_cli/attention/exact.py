@@ -1,8 +1,13 @@
 """Exact attention: prompt chunks over everything before them, and decode steps over the runs they see.
 
-Chunks are matrix products and run in torch on every device, block by block with an online softmax, so that scores
-never grow with the context. A decode step reads each row once; on the CPU that is the streaming kernel over the rows
-where they lie, on another device the rows are copied there block by block.
+Chunks are matrix products and run in torch on every device, block by block, so that scores never grow with the
+context. On the CPU the blocks go through torch's flash kernel, which also gives the LSE by which they are merged: 1.7×
+as fast as the online softmax written in torch operations, which is left for soft caps, sliding windows and other
+devices. (9/3 heads of 64 and 32/8 of 128, chunks of 512 after 4k tokens, 2 threads; one call over everything with a
+mask gains 1.2×, and on bfloat16 queries and rows the kernel is no faster.)
+
+A decode step reads each row once; on the CPU that is the streaming kernel over the rows where they lie, on another
+device the rows are copied there block by block.
 """
 
 from __future__ import annotations
@@ -20,6 +25,10 @@ from magicpig_cli.cache.store import as_array
 # Keys per block of the online softmax. Measured on 2 cores at the demo's shape and 8k history: 512 is 1.2× faster than
 # 1024 (the scores of one block stay in L2).
 BLOCK_KEYS = 512
+
+
+# Keys per call of the flash kernel: 512 is 5% slower, 2048 up to 3% faster for twice the memory.
+FLASH_KEYS = 1024
 
 
 class _OnlineSoftmax:
@@ -63,6 +72,10 @@ def attend_chunk(
     first: position of the chunk's first token; window: keys a query sees, itself included (None = all).
     Returns [T, H, D] in q's dtype.
     """
+    in_sight = window is None or first + q.shape[1] <= window
+    # Not one token alone: the flash kernel splits a single row by the number of threads, which the result then shows.
+    if q.device.type == "cpu" and rule.softcap is None and in_sight and q.shape[1] > 1:
+        return _attend_chunk_flash(q, rows, history, rule.scale)
     heads, count, dim = q.shape
     kv_heads = rows.shape[0]
     softmax = _OnlineSoftmax(q.reshape(kv_heads, -1, dim).float(), rule)
@@ -87,6 +100,53 @@ def attend_chunk(
         softmax.add(rows[:, offset:stop], hidden(first + offset, first + stop))
     out, _ = softmax.result()
     return out.reshape(heads, count, dim).transpose(0, 1).to(q.dtype)
+
+
+def _attend_chunk_flash(
+    q: torch.Tensor, rows: torch.Tensor, history: Iterable[tuple[int, torch.Tensor]], scale: float
+) -> torch.Tensor:
+    """attend_chunk on the CPU, without soft cap, where every query sees all of the history."""
+    heads, count, dim = q.shape
+    kv_heads = rows.shape[0]
+    grouped = q.float().contiguous().view(kv_heads, heads // kv_heads, count, dim)
+    folded = grouped.view(kv_heads, 1, -1, dim)  # where nothing is hidden the heads of a group are just more rows
+    out, lse = _flash(grouped, rows.float(), scale, causal=True)
+    out, lse = out.reshape(folded.shape), lse.reshape(folded.shape[:-1])
+    for block in _float_blocks(history, rows.shape):
+        part, part_lse = _flash(folded, block, scale)
+        both = torch.logaddexp(lse, part_lse)
+        out.mul_(torch.exp(lse - both).unsqueeze(-1)).addcmul_(part, torch.exp(part_lse - both).unsqueeze(-1))
+        lse = both
+    return out.view(heads, count, dim).transpose(0, 1).to(q.dtype)
+
+
+def _flash(
+    q: torch.Tensor, rows: torch.Tensor, scale: float, *, causal: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch's flash kernel: q [Hkv, X, R, D], rows [Hkv, n, 2, D], float32 → out [Hkv, X, R, D], LSE [Hkv, X, R]."""
+    k, v = (part.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for part in rows.unbind(dim=2))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def _float_blocks(history: Iterable[tuple[int, torch.Tensor]], shape: torch.Size) -> Iterator[torch.Tensor]:
+    """The pieces' rows as float32 [Hkv, FLASH_KEYS, 2, D], the last block shorter; valid until the next is taken.
+
+    Cut anew, as a piece may be four rows long, and always in the same memory, whose page faults are paid once.
+    """
+    buffer = torch.empty(shape[0], FLASH_KEYS, *shape[2:])
+    filled = 0
+    for _, piece in history:
+        while piece.shape[1]:
+            taken = min(FLASH_KEYS - filled, piece.shape[1])
+            buffer[:, filled : filled + taken] = piece[:, :taken]
+            piece = piece[:, taken:]
+            filled += taken
+            if filled == FLASH_KEYS:
+                yield buffer
+                filled = 0
+    if filled:
+        yield buffer[:, :filled]
 
 
 def _visible(cache: LayerCache, store_from: int) -> Iterator[torch.Tensor]:

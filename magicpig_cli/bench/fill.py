@@ -66,7 +66,7 @@ def fill(engine: Engine, sequence: Sequence, length: int, kind: str) -> Generato
     if prefilled == length:
         return Fill("real", prefilled, prefill_s, True)
     shift = RotaryShift(engine.runner.model, engine.runner.key_rotation)
-    yield from _repeat(sequence, length, shift)
+    yield from repeat_rows(sequence, length, shift)
     engine.runner.build_index(sequence)
     return Fill("tiled", prefilled, prefill_s, shift.possible)
 
@@ -83,7 +83,7 @@ def _prefill(engine: Engine, sequence: Sequence, ids: list[int], kind: str) -> I
             return
 
 
-def _repeat(sequence: Sequence, length: int, shift: RotaryShift) -> Iterator[BenchProgress]:
+def repeat_rows(sequence: Sequence, length: int, shift: RotaryShift) -> Iterator[BenchProgress]:
     """Extend every layer to `length` rows by repeating the rows it has, rotated to where they will stand."""
     base = sequence.length
     for number, layer in enumerate(sequence.layers):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -39,7 +41,7 @@ def truth(q: torch.Tensor, rows: torch.Tensor, rule: LogitRule, mask: torch.Tens
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 7, 40, 500])
-@pytest.mark.parametrize(("before", "count"), [(0, 1), (0, 50), (3, 9), (130, 64), (700, 600)])
+@pytest.mark.parametrize(("before", "count"), [(0, 1), (0, 50), (3, 9), (130, 64), (700, 600), (2200, 40)])
 def test_chunk_equals_masked_softmax(before, count, window, softcap):
     cache, rows = layer(before + count, window)
     history = LayerCache(cache.spec, SHAPE, BlockPool(HKV, D, "float32", block_rows=32), Staging(CPU))
@@ -51,6 +53,42 @@ def test_chunk_equals_masked_softmax(before, count, window, softcap):
     keys = torch.arange(before + count)
     mask = (keys <= positions) & (keys > positions - (window or 10**9))
     assert close_attention(out.transpose(0, 1), truth(q, rows, rule, mask), rows)
+
+
+@pytest.mark.parametrize("cuts", [(0, 4, 90, 2500), (0, 1024, 2048, 2500), (0, 1, 1023, 1025, 2500), (0, 2500)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunk_is_the_same_however_its_history_is_cut(cuts, dtype):
+    rows = torch.randn(HKV, 2530, 2, D, generator=torch.Generator().manual_seed(4)).to(dtype)
+    q = torch.randn(30, HKV * G, D, generator=torch.Generator().manual_seed(5)).transpose(0, 1)  # as the models give it
+    rule = LogitRule(D**-0.5)
+
+    def out(*borders: int) -> torch.Tensor:
+        history = [(a, rows[:, a:b]) for a, b in pairwise(borders)]
+        return attend_chunk(q, rows[:, 2500:], history, 2500, rule, None, Staging(CPU))
+
+    assert torch.equal(out(*cuts), out(0, 700, 1400, 2100, 2500))
+    mask = torch.arange(2530) <= torch.arange(2500, 2530)[:, None]
+    assert close_attention(out(*cuts).transpose(0, 1), truth(q, rows, rule, mask), rows.float())
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "count"), [(9, 3, 64, 300), (4, 1, 80, 20), (4, 4, 24, 1), (4, 2, 16, 2)]
+)
+def test_chunk_is_the_same_on_every_number_of_threads(heads, kv_heads, dim, count):
+    generator = torch.Generator().manual_seed(6)
+    q = torch.randn(heads, count, dim, generator=generator)
+    rows = torch.randn(kv_heads, 1500 + count, 2, dim, generator=generator)
+    before = torch.get_num_threads()
+    outs = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            history = [(0, rows[:, :1500])]
+            outs.append(attend_chunk(q, rows[:, 1500:], history, 1500, LogitRule(dim**-0.5), None, Staging(CPU)))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from magicpig_cli.bench.fill import _repeat
+from magicpig_cli.bench.fill import repeat_rows
 from magicpig_cli.model.rotary import RotaryShift
 from tests.model.test_parity import make_runner, prompts
 from tests.tiny import FAMILIES, tiny_model
@@ -52,7 +52,7 @@ def test_tiled_rows_stand_where_the_model_would_put_them():
     (text,) = prompts(model.config.vocab_size, (150,))
     tiled, real = runner.new_sequence(), runner.new_sequence()
     list(runner.prefill(tiled, text))
-    list(_repeat(tiled, 400, RotaryShift(model, runner.key_rotation)))
+    list(repeat_rows(tiled, 400, RotaryShift(model, runner.key_rotation)))
     list(runner.prefill(real, (text * 3)[:400]))
     got, wanted = (sequence.layers[0].copy_rows().float() for sequence in (tiled, real))
     # Roundings to int8, half a scale per element: two of tiled rows, one of real ones; and as many to bfloat16.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from magicpig_cli.bench.fill import _repeat, duplicate
+from magicpig_cli.bench.fill import duplicate, repeat_rows
 from magicpig_cli.model.rotary import RotaryShift
 from tests.model.test_parity import make_runner, prompts
 from tests.tiny import tiny_model
@@ -17,7 +17,7 @@ def test_repeated_rows_stand_where_the_model_would_put_them():
     (text,) = prompts(model.config.vocab_size, (150,))
     tiled, real = runner.new_sequence(), runner.new_sequence()
     list(runner.prefill(tiled, text))
-    list(_repeat(tiled, 400, RotaryShift(model)))
+    list(repeat_rows(tiled, 400, RotaryShift(model)))
     list(runner.prefill(real, (text * 3)[:400]))
     assert tiled.ids == real.ids
     assert tiled.length == 400
