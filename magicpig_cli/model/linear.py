@@ -4,7 +4,7 @@ Decode is bound by reading weights, so it multiplies the stored type itself (tor
 activations rounded to bfloat16). Prefill is bound by arithmetic, so it multiplies float32: each block of rows is cast
 into one buffer that all layers share. The phase decides, never the number of rows: a batch neighbour must not change
 the kernel that a sequence sees (DESIGN.md, "Determinism contract"). Outside the products all is float32.
-Measured in docs/decisions/003.
+Measured in docs/decisions/005.
 """
 
 from __future__ import annotations
