@@ -43,6 +43,7 @@ cdef extern from "rows.h" nogil:
     ctypedef struct rows_t:
         const int64_t* blocks
         int64_t block_rows
+        int64_t block_shift
         int64_t row_bytes
         int32_t head_dim
         int32_t type

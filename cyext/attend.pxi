@@ -60,6 +60,11 @@ cdef Shape _shape(const float[:, :, ::1] q, tables, float scale, float cap):
     return shape
 
 
+cdef int64_t _log2(int64_t n) noexcept:
+    """−1 if n is not a power of two."""
+    return lowest_bit(n) if n & (n - 1) == 0 else -1
+
+
 cdef class Tables:
     """Addresses and shapes of row tables, for the kernels."""
 
@@ -77,6 +82,7 @@ cdef class Tables:
             rows = <rows_t*>self.memory.at + <int64_t>i
             rows.blocks = &addresses[0] if addresses.shape[0] else NULL
             rows.block_rows, rows.head_dim, rows.type = table.block_rows, table.head_dim, table.type
+            rows.block_shift = _log2(rows.block_rows)
             rows.row_bytes = 2 * half_bytes(rows.head_dim, rows.type)
 
     cdef const rows_t* of(self, int64_t i) noexcept:

@@ -75,7 +75,7 @@ def hash_rows(table, int64_t start, int64_t stop, const float[:, :, :, ::1] pack
     if count == 0 or heads == 0:
         return
     rows.blocks, rows.block_rows = &addresses[0], table.block_rows
-    rows.head_dim, rows.type = table.head_dim, table.type
+    rows.head_dim, rows.type, rows.block_shift = table.head_dim, table.type, _log2(rows.block_rows)
     rows.row_bytes = 2 * half_bytes(rows.head_dim, rows.type)
     cdef float[:, :, :, ::1] biases = _packed_bias(bias[first_head : first_head + heads], heads, K, L)
     cdef float[:, ::1] scratch = _hash_scratch(threads, rows.head_dim)

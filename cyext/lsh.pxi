@@ -138,8 +138,8 @@ cdef int _next_tile(Scan* scan, int64_t* rows) noexcept nogil:
 
 
 cdef void _attend_sampled(const Piece* piece, const Shape* shape, const float* queries, const float* table, int cells,
-                          float* out, float* top, float* total, int64_t* sampled) noexcept nogil:
-    """The sampled rows of the piece. While a tile is worked on, the next one is fetched."""
+                          float* angles, float* out, float* top, float* total, int64_t* sampled) noexcept nogil:
+    """The sampled rows of the piece. While a tile is worked on, the next one is fetched. angles: room for [2][G]."""
     cdef const Part* part = piece.part
     cdef const rows_t* rows = piece.rows
     cdef const float* q = _queries_of(queries, piece, shape)
@@ -149,6 +149,8 @@ cdef void _attend_sampled(const Piece* piece, const Shape* shape, const float* q
     cdef row_t tile[2][TILE]
     cdef float squares[TILE]
     cdef float mu[MAX_PACKED]
+    cdef float* with_mu = angles           # q·μ
+    cdef float* norms = angles + shape.G   # |q|
     cdef int n, ahead, g, now = 0
     scan.bits, scan.words = part.bits + piece.kv_head * shape.G * part.words, part.words
     scan.G, scan.left, scan.word, scan.end = shape.G, 0, piece.start // 64 - 1, (piece.stop + 63) // 64
@@ -158,6 +160,9 @@ cdef void _attend_sampled(const Piece* piece, const Shape* shape, const float* q
     if n == 0:
         return
     pack(part.mu + piece.kv_head * shape.D, shape.D, rows.type, mu)
+    for g in range(shape.G):
+        with_mu[g] = packed_dot(q + g * shape.packed, mu, shape.D)
+        norms[g] = sqrtf(packed_dot(q + g * shape.packed, q + g * shape.packed, shape.D))
     _rows_of_ids(rows, piece.kv_head, part.start, ids[0], n, tile[0])
     fetch_start(&fetch, tile[0], n, rows.row_bytes)
     fetch_lines(&fetch, ALL_LINES)
@@ -167,8 +172,8 @@ cdef void _attend_sampled(const Piece* piece, const Shape* shape, const float* q
         fetch_start(&fetch, tile[1 - now], ahead, rows.row_bytes)
         rows_distance(mu, tile[now], n, shape.D, rows.type, &fetch, squares)
         for g in range(shape.G):
-            sampled[g] += _attend_head(scan.bits + g * part.words, ids[now], tile[now], squares, n, mu,
-                                       q + g * shape.packed, rows, shape, table, cells, &fetch, out + g * shape.packed,
+            sampled[g] += _attend_head(scan.bits + g * part.words, ids[now], tile[now], squares, n, q + g * shape.packed,
+                                       with_mu[g], norms[g], rows, shape, table, cells, &fetch, out + g * shape.packed,
                                        top + g, total + g)
         fetch_lines(&fetch, ALL_LINES)
         n, now = ahead, 1 - now
@@ -183,22 +188,24 @@ cdef inline void _rows_of_ids(const rows_t* rows, int64_t kv_head, int64_t start
 
 
 cdef int _attend_head(const uint64_t* bits, const int64_t* ids, const row_t* tile, const float* squares, int n,
-                      const float* mu, const float* q, const rows_t* rows, const Shape* shape, const float* table,
-                      int cells, fetch_t* fetch, float* out, float* top, float* total) noexcept nogil:
+                      const float* q, float q_mu, float q_norm, const rows_t* rows, const Shape* shape,
+                      const float* table, int cells, fetch_t* fetch, float* out, float* top, float* total) noexcept nogil:
     """The rows of a tile that this query head has sampled; returns how many."""
+    cdef uint8_t picked[TILE]
     cdef row_t own[TILE]
     cdef float dots[TILE]
     cdef float extra[TILE]
     cdef float own_squares[TILE]
     cdef int r, count = 0
     for r in range(n):
-        own[count], own_squares[count] = tile[r], squares[r]
+        picked[count] = <uint8_t>r
         count = count + <int>(bits[ids[r] >> 6] >> (ids[r] & 63) & 1)
     if count == 0:
         return 0
+    for r in range(count):
+        own[r], own_squares[r] = tile[picked[r]], squares[picked[r]]
     rows_dot(q, 0, 1, own, count, shape.D, rows.type, fetch, dots)
-    logits_weights(dots, own_squares, count, packed_dot(q, mu, shape.D), sqrtf(packed_dot(q, q, shape.D)), table,
-                   cells, extra)
+    logits_weights(dots, own_squares, count, q_mu, q_norm, table, cells, extra)
     _accumulate(dots, 1, extra, own, count, rows, shape, fetch, out, top, total)
     return count
 
@@ -235,12 +242,13 @@ def lsh_attend(const float[:, :, ::1] q, const uint16_t[:, :, ::1] codes, groups
     cdef Partials partials = Partials(count, shape.B * shape.Hkv, shape.G, shape.packed)
     cdef Partial* view = &partials.view
     view.first[shape.B * shape.Hkv] = _sampled_pieces(parts, &shape, view.pieces, view.first)
+    cdef Memory angles = Memory(count * 2 * shape.G * sizeof(float))
     cdef int workers = _useful(threads, <double>parts.rows * shape.H)
     for item in prange(count, nogil=True, schedule="dynamic", num_threads=workers):
         thread = threadid()
         started = now_ns()
         _attend_sampled(&view.pieces[item], &shape, <const float*>queries.at, &weights[0], cells,
-                        view.out + item * shape.G * shape.packed, view.top + item * shape.G,
+                        <float*>angles.at + item * 2 * shape.G, view.out + item * shape.G * shape.packed, view.top + item * shape.G,
                         view.total + item * shape.G, view.sampled + item * shape.G)
         times[thread * 8 + 1] += now_ns() - started
 
