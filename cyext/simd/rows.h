@@ -147,9 +147,10 @@ enum { PRODUCTS = 0, SQUARES = 1 };
 
 static INLINE void sum_rows(const float *x, int64_t stride, int heads, const row_t *at, int head_dim, int type,
         int what, float *out) {
-    const int count = SUM_ROWS(heads), chains = heads == 1 ? 2 : heads;
+    const int count = SUM_ROWS(heads);
+    const int two = heads == 1 && !(what == SQUARES && type == INT8); /* chains per row; the scales need registers too */
     vf acc[4][4], scale[4];
-    UNROLL for (int h = 0; h < chains; h++) UNROLL for (int i = 0; i < count; i++) acc[h][i] = vf_set1(0);
+    UNROLL for (int h = 0; h < heads + two; h++) UNROLL for (int i = 0; i < count; i++) acc[h][i] = vf_set1(0);
     if (what == SQUARES && type == INT8) UNROLL for (int i = 0; i < count; i++) scale[i] = vf_set1(-scale_at(at[i], head_dim));
     for (int d = 0; d < head_dim; d += CHUNK) {
         vf a[4], b[4];
@@ -167,12 +168,12 @@ static INLINE void sum_rows(const float *x, int64_t stride, int heads, const row
                     yb = fb = type == INT8 ? vf_fma(scale[i], yb, xb) : vf_sub(yb, xb);
                 }
                 acc[h][i] = vf_fma(ya, fa, acc[h][i]);
-                if (heads == 1) acc[1][i] = vf_fma(yb, fb, acc[1][i]);
+                if (two) acc[1][i] = vf_fma(yb, fb, acc[1][i]);
                 else acc[h][i] = vf_fma(yb, fb, acc[h][i]);
             }
         }
     }
-    if (heads == 1) UNROLL for (int i = 0; i < count; i++) acc[0][i] = vf_add(acc[0][i], acc[1][i]);
+    if (two) UNROLL for (int i = 0; i < count; i++) acc[0][i] = vf_add(acc[0][i], acc[1][i]);
     if (count == 4)
         UNROLL for (int h = 0; h < heads; h++) vf_sum4(acc[h][0], acc[h][1], acc[h][2], acc[h][3], out + h * TILE);
     else
