@@ -1,4 +1,5 @@
-# Attention estimated from sampled rows (paper section 4.1): retrieve → attend → merge, three stages of one call.
+# Attention estimated from sampled rows (paper section 4.1), beside rows that are attended exactly: retrieve → attend →
+# merge, stages of one call.
 # A part is a segment or a tail of one sequence. Retrieval leaves one bit per row and query head; attention walks the
 # rows that any head of a group has sampled, so a row that several heads share is read once.
 
@@ -210,26 +211,32 @@ cdef int _attend_head(const uint64_t* bits, const int64_t* ids, const row_t* til
     return count
 
 
-cdef int64_t _sampled_pieces(Parts parts, const Shape* shape, Piece* pieces, int64_t* first):
-    """Pieces by sequence, kv head, part and rows; only counted if `pieces` is NULL."""
-    cdef int64_t count = 0, b, h, p
+cdef int64_t _all_pieces(Parts parts, runs, Tables sources, const Shape* shape, Piece* pieces, int64_t* first):
+    """Pieces by sequence, kv head, run or part, and rows; only counted if `pieces` is NULL."""
+    cdef int64_t count = 0, b, h, p, run = shape.B, start, stop
     cdef const Part* part
     for b in range(shape.B):
         for h in range(shape.Hkv):
             if first != NULL:
                 first[b * shape.Hkv + h] = count
+            for i, (_, start, stop) in enumerate(runs[b]):
+                count += _cut(sources.of(run + <int64_t>i), b, h, start, stop, NULL,
+                              pieces + count if pieces != NULL else NULL)
             for p in range(parts.first[b], parts.first[b + 1]):
                 part = parts.at + p
                 count += _cut(part.rows, b, h, 0, part.n, part, pieces + count if pieces != NULL else NULL)
+        run += len(runs[b])
     return count
 
 
 def lsh_attend(const float[:, :, ::1] q, const uint16_t[:, :, ::1] codes, groups, const float[::1] weights,
-               float scale, float softcap, int threads):
-    """Output float32 [B, H, D], LSE float32 [B, H], sampled int64 [B, H], ns of retrieve, attend, merge, and of all."""
-    cdef int64_t began = now_ns(), started, item, count
+               float scale, float softcap, int threads, runs):
+    """Output float32 [B, H, D], LSE float32 [B, H], sampled int64 [B, H], ns of retrieve, attend, window, merge, and of
+    all."""
+    cdef int64_t began = now_ns(), started, item, count, rows
     cdef int thread, cells = weights.shape[0] - 1
-    tables = [group.table for group in groups]
+    flat = [run for of_sequence in runs for run in of_sequence]
+    tables = [group.table for group in groups] + [run[0] for run in flat]
     cdef Shape shape = _shape(q, tables, scale, softcap)
     cdef Tables sources = Tables(tables)
     cdef Memory queries = _packed_queries(q, tables)
@@ -238,24 +245,29 @@ def lsh_attend(const float[:, :, ::1] q, const uint16_t[:, :, ::1] codes, groups
     cdef Parts parts = Parts(groups, sources, shape.H)
     _retrieve_all(parts, codes, shape.Hkv, threads, times)
 
-    count = _sampled_pieces(parts, &shape, NULL, NULL)
+    count = _all_pieces(parts, runs, sources, &shape, NULL, NULL)
+    rows = parts.rows + sum([stop - start for _, start, stop in flat])
     cdef Partials partials = Partials(count, shape.B * shape.Hkv, shape.G, shape.packed)
     cdef Partial* view = &partials.view
-    view.first[shape.B * shape.Hkv] = _sampled_pieces(parts, &shape, view.pieces, view.first)
+    view.first[shape.B * shape.Hkv] = _all_pieces(parts, runs, sources, &shape, view.pieces, view.first)
     cdef Memory angles = Memory(count * 2 * shape.G * sizeof(float))
-    cdef int workers = _useful(threads, <double>parts.rows * shape.H)
+    cdef int workers = _useful(threads, <double>rows * shape.H)
     for item in prange(count, nogil=True, schedule="dynamic", num_threads=workers):
         thread = threadid()
         started = now_ns()
-        _attend_sampled(&view.pieces[item], &shape, <const float*>queries.at, &weights[0], cells,
-                        <float*>angles.at + item * 2 * shape.G, view.out + item * shape.G * shape.packed, view.top + item * shape.G,
-                        view.total + item * shape.G, view.sampled + item * shape.G)
-        times[thread * 8 + 1] += now_ns() - started
+        if view.pieces[item].part == NULL:
+            _attend_run(&view.pieces[item], &shape, <const float*>queries.at, view.out + item * shape.G * shape.packed,
+                        view.top + item * shape.G, view.total + item * shape.G)
+            times[thread * 8 + 2] += now_ns() - started
+        else:
+            _attend_sampled(&view.pieces[item], &shape, <const float*>queries.at, &weights[0], cells,
+                            <float*>angles.at + item * 2 * shape.G, view.out + item * shape.G * shape.packed,
+                            view.top + item * shape.G, view.total + item * shape.G, view.sampled + item * shape.G)
+            times[thread * 8 + 1] += now_ns() - started
 
     started = now_ns()
     out, lse, sampled = _merge(view, &shape, count, threads)
-    stages = (sum([times[8 * i] for i in range(threads)]), sum([times[8 * i + 1] for i in range(threads)]),
-              now_ns() - started)
+    stages = (*[sum([times[8 * i + stage] for i in range(threads)]) for stage in range(3)], now_ns() - started)
     return out, lse, sampled, stages, now_ns() - began
 
 

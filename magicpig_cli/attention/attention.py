@@ -30,6 +30,7 @@ class Attention:
         self._rotation = rotation
         self._threads = threads
         self._staging = staging
+        self.windows_on_host = staging.device.type == "cpu"  # where the kernels that sample can read them
 
     def _rows(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """K and V side by side, rounded to the row type: [B, Hkv, T, D] twice → [B, Hkv, T, 2, D]."""
@@ -75,12 +76,15 @@ class Attention:
         store_from = [self._step_index(layer, c) if s else 0 for c, s in zip(caches, sampled, strict=True)]
         for cache, row in zip(caches, self._rows(key, value), strict=True):
             cache.append_one(row)
-        with record.stage("window" if all(sampled) else "dense"):
-            exact = attend_step(queries, list(caches), store_from, rule, self._threads, self._staging)
         picked = [b for b, s in enumerate(sampled) if s]
-        if picked:
-            exact = self._add_sampled(layer, caches, picked, queries, exact, rule, record)
-        return exact.out.to(q.dtype).unsqueeze(1)
+        if not picked:
+            with record.stage("dense"):
+                attended = attend_step(queries, list(caches), store_from, rule, self._threads, self._staging)
+        elif self.windows_on_host:
+            attended = self._sample_beside(layer, caches, sampled, store_from, queries, rule, record)
+        else:
+            attended = self._sample_apart(layer, caches, picked, store_from, queries, rule, record)
+        return attended.out.to(q.dtype).unsqueeze(1)
 
     def _step_index(self, layer: int, cache: LayerCache) -> int:
         """What a decode step does for the index; how many rows it samples from. The mean stays as it is.
@@ -92,30 +96,50 @@ class Attention:
             index.step()
         return index.length
 
-    def _add_sampled(
-        self, layer: int, caches: SequenceOf[LayerCache], picked: list[int], queries: torch.Tensor, window: Partial,
-        rule: LogitRule, record: StepRecorder,
+    def _sample_beside(
+        self, layer: int, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], store_from: list[int],
+        queries: torch.Tensor, rule: LogitRule, record: StepRecorder,
     ) -> Partial:  # fmt: skip
-        """Merge the sampled part of the sequences `picked` into the exact part of all."""
+        """Exact parts and samples of all sequences in one call of the kernels."""
         assert self._sampler is not None
-        chosen = [caches[b] for b in picked]
-        everyone = len(picked) == len(caches)
-        q = queries if everyone else queries[picked].contiguous()
-        middle, counts = self._sampler.attend(layer, q, chosen, rule, record)
-        record.sampled[layer], record.offloaded[layer] = [0] * len(caches), [0] * len(caches)
-        for b, count, cache in zip(picked, counts, chosen, strict=True):
-            record.sampled[layer][b] = count
-            assert cache.index is not None
-            record.offloaded[layer][b] = cache.index.length * q.shape[1]
+        runs = [cache.runs(start) for cache, start in zip(caches, store_from, strict=True)]
+        attended, counts = self._sampler.attend(layer, queries, list(caches), rule, record, runs, sampled)
+        picked = [b for b, flag in enumerate(sampled) if flag]
+        chosen = attended if len(picked) == len(caches) else Partial(attended.out[picked], attended.lse[picked])
+        q = queries if len(picked) == len(caches) else queries[picked].contiguous()
+        self._note(layer, caches, picked, [counts[b] for b in picked], q, chosen, rule, record)
+        return attended
+
+    def _sample_apart(
+        self, layer: int, caches: SequenceOf[LayerCache], picked: list[int], store_from: list[int],
+        queries: torch.Tensor, rule: LogitRule, record: StepRecorder,
+    ) -> Partial:  # fmt: skip
+        """Exact parts of all sequences where they are, samples of those `picked` from host memory, merged."""
+        assert self._sampler is not None
+        with record.stage("window"):
+            near = attend_step(queries, list(caches), store_from, rule, self._threads, self._staging)
+        q = queries[picked].contiguous()
+        middle, counts = self._sampler.attend(layer, q, [caches[b] for b in picked], rule, record)
         with record.stage("merge"):
-            near = window if everyone else Partial(window.out[picked], window.lse[picked])
-            merged = merge(near, middle)
-            if not everyone:
-                out, lse = window.out.clone(), window.lse.clone()
-                out[picked], lse[picked] = merged.out, merged.lse
-                merged_all = Partial(out, lse)
+            merged = merge(Partial(near.out[picked], near.lse[picked]), middle)
+            out, lse = near.out.clone(), near.lse.clone()
+            out[picked], lse[picked] = merged.out, merged.lse
+        self._note(layer, caches, picked, counts, q, merged, rule, record)
+        return Partial(out, lse)
+
+    def _note(
+        self, layer: int, caches: SequenceOf[LayerCache], picked: list[int], counts: list[int], q: torch.Tensor,
+        attended: Partial, rule: LogitRule, record: StepRecorder,
+    ) -> None:  # fmt: skip
+        """Record what was sampled of the sequences `picked`, and how far their results are off if that is asked for."""
+        record.sampled[layer], record.offloaded[layer] = [0] * len(caches), [0] * len(caches)
+        for b, count in zip(picked, counts, strict=True):
+            index = caches[b].index
+            assert index is not None
+            record.sampled[layer][b] = count
+            record.offloaded[layer][b] = index.length * q.shape[1]
         if record.errors is not None:
+            chosen = [caches[b] for b in picked]
             truth = attend_step(q, chosen, [0] * len(chosen), rule, self._threads, self._staging)
             size = truth.out.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-            record.errors.append((merged.out - truth.out).norm(dim=-1) / size)
-        return merged if everyone else merged_all
+            record.errors.append((attended.out - truth.out).norm(dim=-1) / size)

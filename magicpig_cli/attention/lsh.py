@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from functools import cached_property
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from magicpig_cli import kernels
 from magicpig_cli.attention.base import LogitRule, Partial, StepRecorder
 from magicpig_cli.attention.estimator import log_weight_table
-from magicpig_cli.cache.layer import LayerCache
+from magicpig_cli.cache.layer import LayerCache, Run
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import RowStore, as_array
 
@@ -93,21 +94,24 @@ class LshSampler:
         return self._hashers[layer]
 
     def attend(
-        self, layer: int, q: torch.Tensor, caches: list[LayerCache], rule: LogitRule, record: StepRecorder
-    ) -> tuple[Partial, list[int]]:
+        self, layer: int, q: torch.Tensor, caches: list[LayerCache], rule: LogitRule, record: StepRecorder,
+        exact: list[list[Run]] | None = None, sampled: SequenceOf[bool] | None = None,
+    ) -> tuple[Partial, list[int]]:  # fmt: skip
         """Estimate attention over the offloaded keys: q float32 [B, H, D] on the device.
 
-        Returns the partial on the device and, per sequence, the number of sampled keys summed over query heads.
+        exact: per sequence, runs of rows in host memory that are attended exactly and merged in; sampled: which
+        sequences have more than these (None = all). Returns the partial on the device and, per sequence, the number
+        of sampled keys summed over query heads.
         """
         with record.stage("hash"):
             codes = self.hasher(layer, q.shape[-1]).query_codes(q)
-        indexes = [cache.index for cache in caches]
-        assert None not in indexes, "sampling needs an index"
-        rows = [index.sampled_rows() for index in indexes if index is not None]
+        flags = sampled or [True] * len(caches)
+        rows = [_sampled_rows(cache) if flag else _nothing(cache) for cache, flag in zip(caches, flags, strict=True)]
         queries = as_array(self._staging.to_host(q))
         done = kernels.lsh_attend(
-            queries, codes, rows, self._weights, scale=rule.scale, softcap=rule.softcap, threads=self._threads
-        )
+            queries, codes, rows, self._weights, scale=rule.scale, softcap=rule.softcap, threads=self._threads,
+            exact=exact,
+        )  # fmt: skip
         spent = sum(done.stage_ns.values()) or 1
         for stage, nanoseconds in done.stage_ns.items():  # of all threads: share out the wall time
             record.add(stage, done.wall_ns * nanoseconds // spent)
@@ -115,3 +119,15 @@ class LshSampler:
             self._staging.to_device(torch.from_numpy(done.out)), self._staging.to_device(torch.from_numpy(done.lse))
         )
         return partial, done.sampled.sum(axis=1).tolist()
+
+
+def _sampled_rows(cache: LayerCache) -> kernels.SampledRows:
+    assert cache.index is not None, "sampling needs an index"
+    return cache.index.sampled_rows()
+
+
+def _nothing(cache: LayerCache) -> kernels.SampledRows:
+    """For a sequence that is attended exactly beside sampled ones."""
+    return kernels.SampledRows(
+        cache.store.table, np.zeros((cache.spec.kv_heads, cache.spec.head_dim), dtype=np.float32)
+    )

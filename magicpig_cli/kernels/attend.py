@@ -16,6 +16,7 @@ from magicpig_cli.kernels.rows import RowTable, want_run
 from magicpig_cli.kernels.segment import Segment, Tail
 
 Run = tuple[RowTable, int, int]  # rows [start, stop) of a table
+STAGES = ("retrieve", "attend", "window", "merge")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,14 @@ class SampledRows:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Self-normalised estimate over the sampled rows. None sampled: output 0, LSE −∞."""
+    """Self-normalised estimate over the sampled rows, and the rows attended exactly. None at all: output 0, LSE −∞."""
 
     out: np.ndarray  # float32 [B, H, D]
     lse: np.ndarray  # float32 [B, H], of logits − ln u
     sampled: np.ndarray  # int64 [B, H], sampled rows
-    stage_ns: dict[str, int] = field(default_factory=dict)  # retrieve, attend, merge: summed over threads
+    stage_ns: dict[str, int] = field(
+        default_factory=dict
+    )  # retrieve, attend, window (exact rows), merge: summed over threads
     wall_ns: int = 0
 
 
@@ -63,13 +66,7 @@ def exact_attend(
     want_queries(q, None, None)
     want_scale(scale, softcap)
     want_int("threads", threads, 1)
-    if len(runs) != q.shape[0]:
-        raise ValueError(f"runs: want one list for each of {q.shape[0]} sequences, got {len(runs)}")
-    tables = []
-    for run in (run for of_sequence in runs for run in of_sequence):
-        want_run("run", *run)
-        tables.append(run[0])
-    _want_matching(q, tables)
+    _want_runs(q, runs, [])
     return Attended(*isa.backend().exact_attend(q, runs, scale, softcap or 0.0, threads))
 
 
@@ -82,8 +79,11 @@ def lsh_attend(
     scale: float,
     softcap: float | None = None,
     threads: int,
+    exact: Sequence[Sequence[Run]] | None = None,
 ) -> Sampled:
     """Attention of q float32 [B, H, D] estimated from the rows that share ≥ 2 of L codes with it (paper section 4.1).
+
+    exact: for each sequence runs of other rows, which are attended exactly and merged with the estimate.
 
     codes: uint16 [B, H, L]. The logit of a sampled row is that of `exact_attend` plus −ln u, read from `weights`
     float32 [cells + 1] by linear interpolation in sin(θ/2), θ the angle between q and k − μ (π/2 for a zero norm).
@@ -93,10 +93,12 @@ def lsh_attend(
     if weights.shape[0] < 2:
         raise ValueError(f"weights: want at least 2 entries, got {weights.shape[0]}")
     _want_groups(q, codes, groups, threads)
+    runs = [()] * len(groups) if exact is None else exact
+    _want_runs(q, runs, [group.table for group in groups])
     out, lse, sampled, stages, wall_ns = isa.backend().lsh_attend(
-        q, codes, groups, weights, scale, softcap or 0.0, threads
+        q, codes, groups, weights, scale, softcap or 0.0, threads, runs
     )
-    return Sampled(out, lse, sampled, dict(zip(("retrieve", "attend", "merge"), stages, strict=True)), wall_ns)
+    return Sampled(out, lse, sampled, dict(zip(STAGES, stages, strict=True)), wall_ns)
 
 
 def lsh_sample(codes: np.ndarray, groups: Sequence[SampledRows], *, threads: int = 1) -> list[list[np.ndarray]]:
@@ -104,6 +106,17 @@ def lsh_sample(codes: np.ndarray, groups: Sequence[SampledRows], *, threads: int
     _want_groups(None, codes, groups, threads)
     rows: list[list[np.ndarray]] = isa.backend().lsh_sample(codes, groups, threads)
     return rows
+
+
+def _want_runs(q: np.ndarray, runs: Sequence[Sequence[Run]], others: list[RowTable]) -> None:
+    """Runs of rows of tables that match the queries and each other, and `others`."""
+    if len(runs) != q.shape[0]:
+        raise ValueError(f"runs: want one list for each of {q.shape[0]} sequences, got {len(runs)}")
+    tables = list(others)
+    for run in (run for of_sequence in runs for run in of_sequence):
+        want_run("run", *run)
+        tables.append(run[0])
+    _want_matching(q, tables)
 
 
 def _want_matching(q: np.ndarray, tables: list[RowTable]) -> None:

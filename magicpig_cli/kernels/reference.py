@@ -198,8 +198,10 @@ def lsh_attend(
     scale: float,
     softcap: float,
     threads: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, int, int], int]:
-    """Output float32 [B, H, D], LSE float32 [B, H], sampled int64 [B, H], ns of retrieve, attend, merge, and of all."""
+    runs: Sequence[Sequence[Run]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, int, int, int], int]:
+    """Output float32 [B, H, D], LSE float32 [B, H], sampled int64 [B, H], ns of retrieve, attend, window, merge, and of
+    all."""
     began = time.perf_counter_ns()
     found = lsh_sample(codes, groups, threads)
     retrieved = time.perf_counter_ns()
@@ -211,10 +213,14 @@ def lsh_attend(
             kv_head = h * group.table.kv_heads // q.shape[1]
             keys, values = stored[kv_head, found[b][h]].transpose(1, 0, 2)
             logits = _logits(q[b, h], keys, scale, softcap) + _weight(q[b, h], keys, group.mu[kv_head], weights)
+            for table, start, stop in runs[b]:
+                near = table.read(start, stop)[kv_head]
+                logits = np.concatenate([logits, _logits(q[b, h], near[:, 0], scale, softcap)])
+                values = np.concatenate([values, near[:, 1]])
             out[b, h], lse[b, h] = _softmax(logits, values)
     ended = time.perf_counter_ns()
     sampled = np.array([[len(rows) for rows in heads] for heads in found], dtype=np.int64).reshape(q.shape[:2])
-    return out, lse, sampled, (retrieved - began, ended - retrieved, 0), ended - began
+    return out, lse, sampled, (retrieved - began, ended - retrieved, 0, 0), ended - began
 
 
 # --- bandwidth -----------------------------------------------------------------------------------------------------

@@ -25,12 +25,13 @@ RULE = LogitRule(D**-0.5)
 class GrowingLayer:
     """One layer that samples every indexed key: with one bit and 1,000 tables two of them agree for any query."""
 
-    def __init__(self) -> None:
+    def __init__(self, windows_on_host: bool = True) -> None:
         generator = torch.Generator().manual_seed(0)
         self.keys, self.values = torch.randn(2, HKV, FIRST + STEPS, D, generator=generator)
         self.queries = torch.randn(STEPS, 1, HKV * G, 1, D, generator=generator)
         self.sampler = LshSampler(1, 1000, hash_seed=0, threads=1, staging=STAGING)
         self.attention = Attention(self.sampler, torch.float32, 1, STAGING)
+        self.attention.windows_on_host = windows_on_host
         pool = BlockPool(HKV, D, "float32", block_rows=64)
         self.cache = LayerCache(LayerSpec(HKV, D), WindowShape(4, 8, 16), pool, STAGING)
         self.cache.extend(self.rows(0, FIRST))
@@ -49,10 +50,11 @@ class GrowingLayer:
         return record
 
 
+@pytest.mark.parametrize("windows_on_host", [True, False])
 @pytest.mark.parametrize("built", [True, False])
-def test_every_key_counts_once_at_every_step(built):
-    """`built`: the index was there at first, or the first step begins it."""
-    layer = GrowingLayer()
+def test_every_key_counts_once_at_every_step(built, windows_on_host):
+    """`built`: the index was there at first, or the first step begins it. A window on a GPU is merged apart."""
+    layer = GrowingLayer(windows_on_host)
     if built:
         hasher = layer.sampler.hasher(0, D)
         layer.cache.index = LshIndex(
@@ -86,3 +88,22 @@ def test_rows_beside_the_index_are_the_same_for_kernels_and_devices(store_from):
     assert torch.equal(torch.cat(list(_visible(layer.cache, store_from)), dim=1), wanted)
     runs = [torch.from_numpy(table.read(start, stop)) for table, start, stop in layer.cache.runs(store_from)]
     assert torch.equal(torch.cat([runs[0], *runs[2:], runs[1]], dim=1), wanted)
+
+
+@pytest.mark.parametrize("windows_on_host", [True, False])
+def test_sequences_do_not_notice_each_other(windows_on_host):
+    """One that samples and one that is attended exactly, together and alone: the same bits."""
+    together, alone = ([GrowingLayer(windows_on_host), GrowingLayer(windows_on_host)] for _ in range(2))
+    for layer in (together[0], alone[0]):
+        layer.attention.build_index(0, layer.cache)
+    attention, flags = together[0].attention, [True, False]
+    for step in range(40):
+        at = FIRST + step
+        q = together[0].queries[step]
+        key, value = together[0].keys[None, :, at : at + 1], together[0].values[None, :, at : at + 1]
+        caches = [layer.cache for layer in together]
+        two = [x.repeat(2, 1, 1, 1) for x in (q, key, value)]
+        out = attention.step(0, caches, flags, *two, RULE, StepRecorder())
+        for b, (layer, flag) in enumerate(zip(alone, flags, strict=True)):
+            single = attention.step(0, [layer.cache], [flag], q, key, value, RULE, StepRecorder())
+            assert torch.equal(out[b], single[0])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from magicpig_cli import kernels
 from magicpig_cli.kernels import reference
 from tests.kernels.data import ROW_TYPES, log_weights, make_group, make_projection, make_rows, make_table
-from tests.tolerances import DOT, U, attention_bounds, dot_bound, logit_bound, weight_bound
+from tests.tolerances import DOT, SUM, U, attention_bounds, dot_bound, logit_bound, weight_bound
 
 RELAXED = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -91,7 +91,7 @@ def test_rows_and_estimate(isa, head_dim, kl, counts, group, tail, dtype, softca
     for here, wanted in zip(found, reference.lsh_sample(codes, groups, 1), strict=True):
         for a, b in zip(here, wanted, strict=True):
             assert np.array_equal(a, b)
-    assert set(done.stage_ns) == {"retrieve", "attend", "merge"}
+    assert set(done.stage_ns) == {"retrieve", "attend", "window", "merge"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
@@ -272,3 +272,37 @@ def test_a_segment_beyond_the_rows_is_refused():
     codes = np.zeros((1, 2, 20), np.uint16)
     with pytest.raises(ValueError, match=r"segment: want rows within \[0, 300\), got \[1, 301\)"):
         kernels.lsh_sample(codes, [kernels.SampledRows(table, group.mu, [moved])])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "near_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "bfloat16")]
+)
+def test_exact_runs_beside_samples_weigh_as_their_keys_do(isa, dtype, near_dtype):
+    """Merged in one call as by hand in float64; a sequence may have runs alone, samples alone, or neither."""
+    projection, weights = make_projection(40, 4, 30), log_weights(4, 30)
+    table = make_table(make_rows(2, 300, 40), dtype, block_rows=64)
+    near = make_table(make_rows(2, 90, 40, seed=5), near_dtype, block_rows=90)
+    group = make_group(table, 250, projection, cuts=(100,), tail=20)
+    nothing = kernels.SampledRows(table, np.zeros((2, 40), dtype=np.float32))
+    q = queries(4, 6, 40)
+    codes = kernels.hash_queries(q, projection, 1)
+    groups = [group, nothing, group, nothing]
+    runs = [[(near, 0, 4), (near, 30, 90), (table, 250, 300)], [(near, 5, 80)], [], [(near, 7, 7)]]
+    done = kernels.lsh_attend(q, codes, groups, weights, scale=0.2, threads=2, exact=runs)
+    far = kernels.lsh_attend(q, codes, groups, weights, scale=0.2, threads=1)
+    beside = kernels.exact_attend(q, runs, scale=0.2, threads=1)
+    assert np.array_equal(done.sampled, far.sampled)
+    assert done.sampled[[1, 3]].sum() == 0
+    assert done.sampled[0].min() > 0
+    assert np.array_equal(done.out[1], beside.out[1])  # alone, a part keeps its bits
+    assert np.array_equal(done.out[2], far.out[2])
+    assert not done.out[3].any()
+    assert np.isneginf(done.lse[3]).all()
+    share = np.exp(far.lse[0].astype(np.float64) - done.lse[0])[:, None]
+    merged = share * far.out[0] + (1 - share) * beside.out[0]
+    assert np.abs(np.logaddexp(far.lse[0], beside.lse[0]) - done.lse[0]).max() <= SUM * U * np.abs(done.lse[0]).max()
+    assert np.abs(merged - done.out[0]).max() <= SUM * U * max(np.abs(far.out[0]).max(), np.abs(beside.out[0]).max())
+    for threads in (1, 3):
+        again = kernels.lsh_attend(q, codes, groups, weights, scale=0.2, threads=threads, exact=runs)
+        assert np.array_equal(again.out, done.out)
+        assert np.array_equal(again.lse, done.lse)
