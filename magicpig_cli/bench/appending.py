@@ -16,7 +16,7 @@ from magicpig_cli.attention.attention import Attention
 from magicpig_cli.attention.base import LogitRule, StepRecorder
 from magicpig_cli.attention.lsh import LshSampler
 from magicpig_cli.bench.layer_tensors import BLOCK_ROWS, LayerTensors
-from magicpig_cli.bench.timing import no_collection
+from magicpig_cli.bench.timing import claim_memory, no_collection
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.index import LshIndex
 from magicpig_cli.cache.layer import LayerCache, LayerSpec
@@ -80,6 +80,7 @@ def measure_growth(tensors: LayerTensors, appended: int, start: int = START_ROWS
     """
     sampler = LshSampler(DEFAULT_K, DEFAULT_L, 0, 1, Staging(torch.device("cpu")))
     replays = np.empty((REPLAYS, appended))
+    claim_memory(min(2 << 30, 16 * tensors.rows.nbytes))  # rows, tables and what they are joined into, twice
     with torch.inference_mode(), no_collection():
         for replay in range(REPLAYS):
             grown = _Steps(tensors, sampler)

@@ -9,7 +9,7 @@ import torch
 
 from magicpig_cli import kernels
 from magicpig_cli.bench.layer_tensors import LayerTensors, hashing, stored
-from magicpig_cli.bench.timing import ColdCache, interleave, median_ns
+from magicpig_cli.bench.timing import ColdCache, claim_memory, interleave, median_ns
 from magicpig_cli.cache.index import LshIndex
 from magicpig_cli.config import DEFAULT_K, DEFAULT_L
 
@@ -38,6 +38,7 @@ def measure_build(tensors: LayerTensors, cold: ColdCache, reps: int) -> dict[str
         "torch": lambda _: torch.sort(for_torch, dim=1),
         "torch_tables": lambda _: [torch.sort(table) for table in for_torch],
     }
+    claim_memory(1 << 30)  # ids of 100 MB and copies of them
     samples = interleave(calls, reps, lambda _: cold())
     sort_ns = median_ns(samples["sort"])
     return {
