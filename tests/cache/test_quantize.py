@@ -12,6 +12,7 @@ from magicpig_cli import kernels
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.quantize import quantize
 from magicpig_cli.cache.store import RowStore
+from tests.kernels.data import to_int8
 
 
 def back(stored: torch.Tensor) -> torch.Tensor:
@@ -78,6 +79,16 @@ def test_what_is_no_number_is_not_hidden(bad):
     assert read[1, 0].isnan().all()
     assert read[0].isfinite().all()
     assert read[1, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("spread", [0.0, 3.0, 40.0])
+def test_the_rows_of_the_kernel_tests_are_made_the_same_way(spread):
+    rows = random_rows(2, 300, 2, 33, spread=spread).float()
+    rows[:4, 0, 0] = torch.tensor([0.0, float("nan"), float("inf"), 3.4e38])
+    rows[4] = 0
+    made, wanted = torch.from_numpy(to_int8(rows.numpy())), quantize(rows)
+    assert torch.equal(made[..., :-2], wanted[..., :-2])
+    assert np.array_equal(scales(made), scales(wanted), equal_nan=True)  # "not a number" has many bit patterns
 
 
 def test_the_largest_numbers_do_not_overflow():

@@ -1,14 +1,12 @@
-"""Rows, projections and the closed form that the kernel tests share."""
+"""Rows, projections and the closed form that the kernel tests share. No torch: they run where there is none."""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
-import torch
 
 from magicpig_cli import kernels
-from magicpig_cli.cache.quantize import quantize
 
 ROW_TYPES = ("float32", "bfloat16", "int8")
 
@@ -20,11 +18,22 @@ def to_bits(x: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(x), rounded, bits >> 16).astype(np.uint16)
 
 
+def to_int8(rows: np.ndarray) -> np.ndarray:
+    """`cache.quantize` in NumPy: float32 [..., D] → int8 [..., D + 2]."""
+    rows = kernels.widen(to_bits(rows))
+    largest = np.abs(rows).max(axis=-1, keepdims=True)
+    scale = to_bits(np.maximum(largest / np.float32(127), np.float32(2.0**-126)))
+    scale[~np.isfinite(kernels.widen(scale))] = 0x7FC0
+    with np.errstate(invalid="ignore"):
+        values = np.rint(rows / kernels.widen(scale)).clip(-127, 127)
+    return np.concatenate([np.nan_to_num(values).astype(np.int8), scale.astype("<u2").view(np.int8)], axis=-1)
+
+
 def as_stored(rows: np.ndarray, dtype: str) -> np.ndarray:
     """Rows [..., D] in the layout of a row type: [..., W]."""
     rows = rows.astype(np.float32)
     if dtype == "int8":
-        return quantize(torch.from_numpy(rows)).numpy()
+        return to_int8(rows)
     return rows if dtype == "float32" else to_bits(rows)
 
 

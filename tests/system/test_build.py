@@ -1,4 +1,4 @@
-"""The build where the compiler knows less than this one (case 20)."""
+"""The build where the compiler knows less than this one (case 20), and what the kernel tests need elsewhere."""
 
 from __future__ import annotations
 
@@ -49,3 +49,12 @@ def test_a_compiler_that_knows_all_leaves_none_out(tmp_path):
     said, built = configure(tmp_path, "-mno-such-flag")
     assert "left out" not in said
     assert built == {"portable", *KNOWN}
+
+
+def test_the_kernel_tests_need_no_torch():
+    """An emulated machine has none (scripts/test_neon.sh)."""
+    root = SOURCES.parent
+    names = [f"tests.kernels.{path.stem}" for path in sorted((root / "tests/kernels").glob("*.py"))]
+    code = f"import sys, {', '.join(names)}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
