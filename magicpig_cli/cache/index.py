@@ -34,7 +34,7 @@ class IndexSizes:
     joined: int = JOINED_ROWS  # the longest segment that decode steps make of smaller ones
     segment: int = kernels.MAX_SEGMENT_ROWS  # the longest that a prefill makes
     hashed: int = 4  # rows hashed per step: a tile of the hash kernel; fewer would not be cheaper
-    sorted: int = 48  # ids per table and step, on average, that a segment in the making advances by
+    sorted: int = 24  # ids per table and step, on average, that a segment in the making advances by
     join_steps: int = 512  # but at least so fast that it is ready in so many steps
 
     def __post_init__(self) -> None:

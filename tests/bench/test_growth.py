@@ -19,7 +19,7 @@ def test_growth_over_a_small_layer(few_last_steps):
     growth = appending.measure_growth(tensors, appended=200, start=400)
     assert growth.step_ratio > 0
     assert growth.worst_over_median >= 1
-    assert growth.worst_over_local_median >= 1
+    assert growth.worst_over_run_median >= 1
     assert 0 <= growth.worst_step < 200
 
 
