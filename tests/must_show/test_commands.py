@@ -119,24 +119,32 @@ def test_wrong_use_is_one_line_and_a_hint(demo_available, arguments, stdin, code
 
 
 @pytest.mark.slow
-def test_bench_at_32k(demo_available):
-    """Both modes in one run, beyond the model's own context; sampling is the faster one."""
+@pytest.mark.timeout(1500)
+def test_bench_from_8k_to_96k(demo_available):
+    """In one run, beyond the model's own context: of what a long context adds to a step, sampling adds a part only."""
     done = magicpig(
-        "bench", "-m", "demo", "--context", "32k", "--fill", "tiled", "--gen-tokens", "16", "--reps", "2",
+        "bench", "-m", "demo", "--contexts", "8k,32k,96k", "--fill", "tiled", "--gen-tokens", "16", "--reps", "3",
         "--output-format", "json", timeout=1500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
-    exact, lsh = document["rows"]
-    assert (exact["mode"], lsh["mode"]) == ("exact", "lsh")
-    for row in (exact, lsh):
-        assert (row["context"], row["fill"], row["beyond_model_context"]) == (32768, "tiled", True)
+    rows = {(row["mode"], row["context"]): row for row in json.loads(done.stdout)["rows"]}
+    assert set(rows) == {(mode, n) for mode in ("exact", "lsh") for n in (8192, 32768, 98304)}
+    for (_, context), row in rows.items():
+        assert (row["fill"], row["beyond_model_context"]) == ("tiled", context > 8192)
         assert set(row["stages_ms"]) == {"dense", "hash", "retrieve", "attend", "merge", "window", "other"}
         assert sum(row["stages_ms"].values()) == pytest.approx(row["tpot_ms"]["mean"], rel=0.01)
-        assert len(row["samples_ms"]) == 32
-        assert row["memory"]["kv_bytes"] > 32_000 * 30 * 3 * 256
-    assert 0.005 < lsh["sampled_ratio"]["mean"] < 0.15
-    assert lsh["sampled_ratio"]["per_layer"][0] is None  # layer 0 is dense
-    assert lsh["memory"]["index_bytes"] > 32_000 * 29 * 3 * 2 * 150
-    assert lsh["speedup_vs_exact"] > 1
-    assert 0 < lsh["attn_error"]["p50"] < 0.5
+        assert len(row["samples_ms"]) == 48
+        assert row["memory"]["kv_bytes"] > (context - 300) * 30 * 3 * 256
+    for context in (8192, 32768, 98304):
+        lsh = rows["lsh", context]
+        assert 0.005 < lsh["sampled_ratio"]["mean"] < 0.15
+        assert lsh["sampled_ratio"]["per_layer"][0] is None  # layer 0 is dense
+        assert lsh["memory"]["index_bytes"] > (context - 300) * 29 * 3 * 2 * 150
+        assert 0 < lsh["attn_error"]["p50"] < 0.5
+    assert rows["lsh", 32768]["speedup_vs_exact"] > 1
+
+    def growth(mode: str) -> float:
+        return rows[mode, 98304]["tpot_ms"]["p50"] - rows[mode, 8192]["tpot_ms"]["p50"]
+
+    print(f"8k to 96k: exact {growth('exact'):.1f} ms, lsh {growth('lsh'):.1f} ms")
+    assert growth("lsh") <= 0.4 * growth("exact")
