@@ -12,7 +12,7 @@ from cython.parallel cimport prange, threadid
 from libc.math cimport INFINITY, expf, logf, sqrtf
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free
-from libc.string cimport memcpy, memset
+from libc.string cimport memset
 
 
 cdef extern from *:
@@ -139,8 +139,8 @@ cdef int _useful(int threads, double nanoseconds) noexcept:
     return max(1, <int>min(<double>threads, nanoseconds / 10_000))
 
 
+include "attend.pxi"
 include "hash.pxi"
 include "segment.pxi"
-include "attend.pxi"
 include "lsh.pxi"
 include "probe.pxi"

@@ -1,10 +1,10 @@
 # Exact attention over runs of rows, and what the sampler shares with it: pieces, partial results and their merge.
-# A piece is at most PIECE_ROWS (or SAMPLED_PIECE_ROWS) rows of one kv head, for all its query heads. Pieces are cut by row counts alone and
-# merged in order, so results do not depend on threads.
+# A piece is at most PIECE_ROWS (or SAMPLED_PIECE_ROWS) rows of one kv head, for all its query heads. Pieces are cut by
+# row counts alone and merged in order, so results do not depend on threads.
 
 cdef enum:
     PIECE_ROWS = 4096  # 2 MB of bfloat16 rows at D = 128: a merge costs little, and 16 threads find work at 16k rows
-    SAMPLED_PIECE_ROWS = 8192  # of which few are read: nothing is fetched ahead for the first tile of a piece
+    SAMPLED_PIECE_ROWS = 8192  # of which few are read: the first tile of a piece is waited for, so pieces are longer
 
 
 cdef struct Shape:
@@ -185,7 +185,8 @@ cdef void _attend_run(const Piece* piece, const Shape* shape, const float* queri
         while g < shape.G:
             heads = 4 if g + 3 < shape.G else 2 if g + 1 < shape.G else 1
             rows_dot(q + g * shape.packed, shape.packed, heads, tile[now], n, shape.D, rows.type, &fetch, weights)
-            _accumulate(weights, heads, NULL, tile[now], n, rows, shape, &fetch, out + g * shape.packed, top + g, total + g)
+            _accumulate(weights, heads, NULL, tile[now], n, rows, shape, &fetch, out + g * shape.packed, top + g,
+                        total + g)
             g = g + heads
         n, now = ahead, 1 - now
 

@@ -66,24 +66,21 @@ cdef object _hash_scratch(int threads, int D):
 def hash_rows(table, int64_t start, int64_t stop, const float[:, :, :, ::1] packed, int K, int L, bias, int threads,
               uint16_t[:, :, :] out, int first_head):
     """Codes of the keys in rows [start, stop) into out uint16 [heads, L, n], of the kv heads from first_head on."""
-    cdef rows_t rows
-    cdef const int64_t[::1] addresses = table.addresses
+    cdef Tables source = Tables([table])
+    cdef const rows_t* rows = source.of(0)
     cdef int heads = out.shape[0]
     cdef int64_t plane = out.strides[0] // sizeof(uint16_t), stride = out.strides[1] // sizeof(uint16_t)
     cdef int64_t count = stop - start, parts = (count + HASH_BLOCK - 1) // HASH_BLOCK, item
     cdef HashJob job
     if count == 0 or heads == 0:
         return
-    rows.blocks, rows.block_rows = &addresses[0], table.block_rows
-    rows.head_dim, rows.type, rows.block_shift = table.head_dim, table.type, _log2(rows.block_rows)
-    rows.row_bytes = 2 * half_bytes(rows.head_dim, rows.type)
     cdef float[:, :, :, ::1] biases = _packed_bias(bias[first_head : first_head + heads], heads, K, L)
     cdef float[:, ::1] scratch = _hash_scratch(threads, rows.head_dim)
     job.panels, job.bias, job.D, job.K, job.L, job.blocks = (
         &packed[0, 0, 0, 0], &biases[0, 0, 0, 0], rows.head_dim, K, L, table_blocks(L))
     threads = _useful(threads, <double>count * heads * job.D * K * L * 0.03)
     for item in prange(heads * parts, nogil=True, schedule="dynamic", num_threads=threads):
-        _hash_stored(&job, &rows, item // parts, first_head, start, item % parts * HASH_BLOCK, count,
+        _hash_stored(&job, rows, item // parts, first_head, start, item % parts * HASH_BLOCK, count,
                      &scratch[threadid(), 0], &out[0, 0, 0] + item // parts * plane, stride)
 
 

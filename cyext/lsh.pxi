@@ -91,7 +91,8 @@ cdef void _retrieve(const Part* part, int64_t head, int64_t kv_head, int L, cons
             bits[word] = counters_take(lists.counters + 64 * word)
     else:
         for word in range(part.words):
-            bits[word] = compare_codes(tail + 64 * word, part.capacity, <int>min(<int64_t>64, part.n - 64 * word), L, codes)
+            bits[word] = compare_codes(tail + 64 * word, part.capacity, <int>min(<int64_t>64, part.n - 64 * word), L,
+                                       codes)
 
 
 cdef void _count_hits(const Part* part, int64_t kv_head, int L, const uint16_t* codes, Lists* lists) noexcept nogil:
@@ -173,8 +174,8 @@ cdef void _attend_sampled(const Piece* piece, const Shape* shape, const float* q
         fetch_start(&fetch, tile[1 - now], ahead, rows.row_bytes)
         rows_distance(mu, tile[now], n, shape.D, rows.type, &fetch, squares)
         for g in range(shape.G):
-            sampled[g] += _attend_head(scan.bits + g * part.words, ids[now], tile[now], squares, n, q + g * shape.packed,
-                                       with_mu[g], norms[g], rows, shape, table, cells, &fetch, out + g * shape.packed,
+            sampled[g] += _attend_head(scan.bits + g * part.words, ids[now], tile[now], squares, n,
+                                       q + g * shape.packed, with_mu[g], norms[g], rows, shape, table, cells, &fetch, out + g * shape.packed,
                                        top + g, total + g)
         fetch_lines(&fetch, ALL_LINES)
         n, now = ahead, 1 - now
@@ -190,7 +191,8 @@ cdef inline void _rows_of_ids(const rows_t* rows, int64_t kv_head, int64_t start
 
 cdef int _attend_head(const uint64_t* bits, const int64_t* ids, const row_t* tile, const float* squares, int n,
                       const float* q, float q_mu, float q_norm, const rows_t* rows, const Shape* shape,
-                      const float* table, int cells, fetch_t* fetch, float* out, float* top, float* total) noexcept nogil:
+                      const float* table, int cells, fetch_t* fetch, float* out, float* top,
+                      float* total) noexcept nogil:
     """The rows of a tile that this query head has sampled; returns how many."""
     cdef uint8_t picked[TILE]
     cdef row_t own[TILE]
@@ -231,8 +233,8 @@ cdef int64_t _all_pieces(Parts parts, runs, Tables sources, const Shape* shape, 
 
 def lsh_attend(const float[:, :, ::1] q, const uint16_t[:, :, ::1] codes, groups, const float[::1] weights,
                float scale, float softcap, int threads, runs):
-    """Output float32 [B, H, D], LSE float32 [B, H], sampled int64 [B, H], ns of retrieve, attend, window, merge, and of
-    all."""
+    """Output float32 [B, H, D], LSE float32 [B, H], sampled int64 [B, H], ns of retrieve, attend, window, merge (of all
+    threads together), and of the call."""
     cdef int64_t began = now_ns(), started, item, count, rows
     cdef int thread, cells = weights.shape[0] - 1
     flat = [run for of_sequence in runs for run in of_sequence]
@@ -267,7 +269,8 @@ def lsh_attend(const float[:, :, ::1] q, const uint16_t[:, :, ::1] codes, groups
 
     started = now_ns()
     out, lse, sampled = _merge(view, &shape, count, threads)
-    stages = (*[sum([times[8 * i + stage] for i in range(threads)]) for stage in range(3)], now_ns() - started)
+    stages = (*[sum([times[8 * i + stage] for i in range(threads)]) for stage in range(3)],
+              (now_ns() - started) * workers)
     return out, lse, sampled, stages, now_ns() - began
 
 

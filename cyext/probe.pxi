@@ -10,7 +10,8 @@ def read_sequential(const uint8_t[::1] data, int threads):
     cdef int64_t began = now_ns(), size = data.shape[0], items = (size + PROBE_BYTES - 1) // PROBE_BYTES, item
     cdef float total = 0
     for item in prange(items, nogil=True, schedule="static", num_threads=threads):
-        total += read_bytes(<const char*>&data[0] + item * PROBE_BYTES, min(<int64_t>PROBE_BYTES, size - item * PROBE_BYTES))
+        total += read_bytes(<const char*>&data[0] + item * PROBE_BYTES,
+                            min(<int64_t>PROBE_BYTES, size - item * PROBE_BYTES))
     return now_ns() - began
 
 
@@ -26,5 +27,6 @@ def read_rows(table, int64_t kv_head, const int64_t[::1] rows, int threads):
         at[i] = row_at(sources.of(0), kv_head, rows[i])
     began = now_ns()
     for item in prange(threads, nogil=True, schedule="static", num_threads=threads):
-        total += read_tiles(at + item * share, max(<int64_t>0, min(share, count - item * share)), row_bytes, PROBE_AHEAD)
+        total += read_tiles(at + min(item * share, count), max(<int64_t>0, min(share, count - item * share)), row_bytes,
+                            PROBE_AHEAD)
     return now_ns() - began

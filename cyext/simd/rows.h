@@ -1,8 +1,8 @@
 /* Stored rows and what is done with tiles of them: dot products, distances, weighted sums.
  *
  * A vector that meets rows (query, mean, accumulator) is "packed" for the row type: chunks of 2·VW elements, padded
- * with zeros. They keep their order, but for bfloat16 rows a chunk has its even elements first, then its odd ones, which
- * is how the registers come out of the decoding. Every row is summed in the same order wherever it stands. */
+ * with zeros. They keep their order, but for bfloat16 rows a chunk has its even elements first, then its odd ones,
+ * which is how the registers come out of the decoding. Every row is summed in the same order wherever it stands. */
 #pragma once
 #include MAGICPIG_VEC
 #include <stdint.h>
@@ -10,12 +10,12 @@
 
 #define INLINE inline __attribute__((always_inline)) /* so that constant arguments select code */
 #define OUTLINE __attribute__((noinline)) /* inlined into long functions, GCC 12 keeps accumulators in memory */
-#define UNROLL _Pragma("GCC unroll 8") /* early enough for arrays of vectors to become registers */
+#define UNROLL _Pragma("GCC unroll 16") /* early enough for arrays of vectors to become registers */
 #define TILE 64 /* rows at once: K of a tile stays in the L1 cache up to 512-byte rows, K and V in the L2 */
 #define CHUNK (2 * VW)
 #define MAX_PACKED 512 /* floats of the longest packed vector: head dims end at 512 */
 
-typedef const char *row_t; /* address of K of one row; V follows D elements later */
+typedef const char *row_t; /* address of K of one row; V follows half a row later */
 
 typedef struct {
     const int64_t *blocks; /* addresses */
@@ -30,7 +30,9 @@ typedef struct {
 enum { BFLOAT16 = 0, FLOAT32 = 1, INT8 = 2 };
 
 static INLINE int64_t value_bytes(int type) { return type == FLOAT32 ? 4 : type == BFLOAT16 ? 2 : 1; }
-static INLINE int64_t half_bytes(int head_dim, int type) { return head_dim * value_bytes(type) + (type == INT8 ? 2 : 0); }
+static INLINE int64_t half_bytes(int head_dim, int type) {
+    return head_dim * value_bytes(type) + (type == INT8 ? 2 : 0);
+}
 
 static inline row_t row_at(const rows_t *rows, int64_t head, int64_t row) {
     int64_t block = rows->block_shift >= 0 ? row >> rows->block_shift : (uint32_t)row / (uint32_t)rows->block_rows;
@@ -148,10 +150,11 @@ enum { PRODUCTS = 0, SQUARES = 1 };
 static INLINE void sum_rows(const float *x, int64_t stride, int heads, const row_t *at, int head_dim, int type,
         int what, float *out) {
     const int count = SUM_ROWS(heads);
-    const int two = heads == 1 && !(what == SQUARES && type == INT8); /* chains per row; the scales need registers too */
+    const int scaled = what == SQUARES && type == INT8;
+    const int two = heads == 1 && !scaled; /* chains per row; scales need registers too */
     vf acc[4][4], scale[4];
     UNROLL for (int h = 0; h < heads + two; h++) UNROLL for (int i = 0; i < count; i++) acc[h][i] = vf_set1(0);
-    if (what == SQUARES && type == INT8) UNROLL for (int i = 0; i < count; i++) scale[i] = vf_set1(-scale_at(at[i], head_dim));
+    if (scaled) UNROLL for (int i = 0; i < count; i++) scale[i] = vf_set1(-scale_at(at[i], head_dim));
     for (int d = 0; d < head_dim; d += CHUNK) {
         vf a[4], b[4];
         const int64_t offset = d * value_bytes(type);
@@ -266,7 +269,8 @@ static INLINE void add_tile(float *p, int heads, const row_t *rows, int n, int h
         add_chunks(p, heads, rows, n, value + d * width, type, 1, head_dim - d, fetch, factor, sum + d, stride);
 }
 
-/* sum_h = factor_h·sum_h + Σ_r p[h][r]·V_r for `heads` packed sums `stride` floats apart; p, [heads][TILE], is used up. */
+/* sum_h = factor_h·sum_h + Σ_r p[h][r]·V_r for `heads` packed sums `stride` floats apart; p, [heads][TILE], is used
+ * up. */
 static OUTLINE void rows_add(float *p, int heads, const row_t *rows, int n, int head_dim, int type, fetch_t *fetch,
         const float *factor, float *sum, int64_t stride) {
 #define ADD(H, T) add_tile(p, H, rows, n, head_dim, T, fetch, factor, sum, stride)

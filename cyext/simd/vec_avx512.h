@@ -12,7 +12,7 @@ typedef __m512 vf;
 static inline vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
 static inline void vf_store(float *p, vf v) { _mm512_storeu_ps(p, v); }
 /* The value, in a register: GCC would rather read memory again for each use. */
-static inline vf vf_keep(vf a) { __asm__("" : "+x"(a)); return a; }
+static inline vf vf_keep(vf a) { __asm__("" : "+v"(a)); return a; }
 static inline vf vf_set1(float x) { return _mm512_set1_ps(x); }
 static inline vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
 static inline vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }

@@ -1,5 +1,5 @@
 /* aarch64: the portable vectors are NEON registers already; what NEON adds is the fused multiply-add, which makes
- * hash codes equal those of AVX2 and AVX-512. Tested under emulation (scripts/test_neon.sh): right, of unknown speed. */
+ * hash codes equal those of AVX2 and AVX-512. Tested under emulation (scripts/test_neon.sh), of unknown speed. */
 #pragma once
 #include <arm_neon.h>
 #define vf_fma vf_fma_portable

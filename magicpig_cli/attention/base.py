@@ -1,6 +1,7 @@
 """What the parts of attention exchange. Shapes: B sequences, H query heads, Hkv KV heads, G = H / Hkv, D head dim.
 
-A decode step attends in parts (window, offloaded keys), each giving a `Partial`; `merge` weighs them by exp(LSE).
+Where the window is on a device that the kernels cannot read, a decode step attends in parts (window, offloaded keys),
+each giving a `Partial`; `merge` weighs them by exp(LSE). Elsewhere one call of the kernels does both.
 """
 
 from __future__ import annotations

@@ -45,9 +45,7 @@ class Sampled:
     out: np.ndarray  # float32 [B, H, D]
     lse: np.ndarray  # float32 [B, H], of logits − ln u
     sampled: np.ndarray  # int64 [B, H], sampled rows
-    stage_ns: dict[str, int] = field(
-        default_factory=dict
-    )  # retrieve, attend, window (exact rows), merge: summed over threads
+    stage_ns: dict[str, int] = field(default_factory=dict)  # of STAGES, summed over threads; window: the exact rows
     wall_ns: int = 0
 
 

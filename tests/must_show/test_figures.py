@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# On cores whose bandwidth outruns their arithmetic: docs/decisions/006.
-OUT_OF_REACH = ("exact: share of the sequential bandwidth", "int8 rows: layer call over bfloat16")
+# Goals that are missed on cores whose bandwidth outruns their arithmetic (docs/decisions/006), and what holds there.
+OUT_OF_REACH = {"exact: share of the sequential bandwidth": 0.45, "int8 rows: layer call over bfloat16": 1.0}
 
 
 def measure(script: str, *arguments: str) -> tuple[dict[str, Any], str]:
@@ -34,7 +34,9 @@ def test_kernels(demo_available):
     _, said = measure("bench_kernels.py")
     verdicts = [line for line in said.splitlines() if line.endswith(("  met", "  NOT MET"))]
     assert len(verdicts) == 16
-    assert [line for line in verdicts if line.endswith("NOT MET") and not line.startswith(OUT_OF_REACH)] == []
+    for line in (line for line in verdicts if line.endswith("NOT MET")):
+        name, value = line[:48].strip(), float(line.split()[-3])
+        assert value >= OUT_OF_REACH.get(name, float("inf")), line
 
 
 @pytest.mark.slow
