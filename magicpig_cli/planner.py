@@ -282,7 +282,9 @@ def _weight_type(shape: ModelShape, model: ModelOptions, on_gpu: bool) -> Weight
 
 def _weights_bytes(shape: ModelShape, form: WeightType) -> int:
     """Host bytes of the weights; experts of a mixture are no linear layers of their own and stay float32."""
-    return (shape.params - shape.expert_params) * _DTYPE_BYTES[form] + shape.expert_params * _DTYPE_BYTES["float32"]
+    extra = shape.int8_extra_bytes if form == "int8" else 0
+    experts = shape.expert_params * _DTYPE_BYTES["float32"]
+    return (shape.params - shape.expert_params) * _DTYPE_BYTES[form] + experts + extra
 
 
 def _check_gpu(hardware: Hardware, shape: ModelShape, model: ModelOptions) -> None:

@@ -14,7 +14,7 @@ def read_sequential(data: np.ndarray, threads: int) -> int:
     want_array("data", data, np.uint8, "bytes", (None,))
     want_int("bytes", data.shape[0], 1)
     want_int("threads", threads, 1)
-    return int(isa.backend().read_sequential(data, threads))
+    return int(isa.backend().read_sequential(data, threads)[0])
 
 
 def read_rows(table: RowTable, kv_head: int, rows: np.ndarray, threads: int) -> int:
@@ -24,4 +24,4 @@ def read_rows(table: RowTable, kv_head: int, rows: np.ndarray, threads: int) -> 
     want_int("kv_head", kv_head, 0, table.kv_heads - 1)
     want_int("threads", threads, 1)
     want_run("rows", table, int(rows.min()), int(rows.max()) + 1)
-    return int(isa.backend().read_rows(table, kv_head, rows, threads))
+    return int(isa.backend().read_rows(table, kv_head, rows, threads)[0])

@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 
 from magicpig_cli.events import LoadProgress
 from magicpig_cli.model.progress import Report, ignore
+from magicpig_cli.model.shape import INT8_MULTIPLE
 
 Form = Literal["bfloat16", "int8"]
 
 BUFFER_VALUES = 1 << 22  # float32 values that prefill casts at a time: 16 MiB
-INT8_MULTIPLE = 16  # torch's int8 product reads past the end of other row lengths (a crash, or a wrong result)
 _ATTRIBUTE = "magicpig_products"  # of the model, where its Products are
 _GEMMA_FACTOR = "scalar_embed_scale"  # attribute of Gemma 3's embedding: what its forward multiplies rows by
 

@@ -28,6 +28,8 @@ _WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "ministral3", "mixtral", "olmoe",
 # Families whose `max_position_embeddings` already holds the length after linear scaling.
 _LINEAR_ALREADY_APPLIED = ("gemma3",)
 
+INT8_MULTIPLE = 16  # torch's int8 product reads past the end of other row lengths (a crash, or a wrong result)
+
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx")
 
 
@@ -49,6 +51,7 @@ class ModelShape:
     trained_context: int | None = None  # tokens before rotary scaling, where the config tells
     params: int = 0  # estimate from the config
     expert_params: int = 0  # of these, in experts of a mixture
+    int8_extra_bytes: int = 0  # what int8 weights but experts take beyond a byte each: scales, and what stays float32
     dtype: str = "float32"  # number type in which the checkpoint was published; float32 if the config does not tell
 
     @property
@@ -84,6 +87,7 @@ def shape_from_config(config: PretrainedConfig) -> ModelShape:
         trained_context=trained,
         params=_estimate_params(config),
         expert_params=_expert_params(config),
+        int8_extra_bytes=_int8_extra_bytes(config),
         dtype=published_dtype(config),
     )
 
@@ -182,17 +186,34 @@ def _rope_parameters(config: PretrainedConfig) -> Mapping[str, Any]:
 
 def _estimate_params(config: PretrainedConfig) -> int:
     """Parameters of a gated-MLP decoder with these sizes; within a few per cent for the verified families."""
+    hidden, layers, experts = config.hidden_size, config.num_hidden_layers, _experts(config)
+    router = hidden * experts if experts > 1 else 0
+    matrices = sum(rows * length for rows, length in _matrices(config))
+    return int(matrices + layers * (router + 2 * hidden) + _expert_params(config) + hidden)
+
+
+def _matrices(config: PretrainedConfig) -> list[tuple[int, int]]:
+    """Weights of linear layers and embedding without experts, as (rows, length of a row); what is alike is one."""
     hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
-    experts = _experts(config)
-    router = hidden * experts if experts > 1 else 0
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    mlp = _expert_params(config) if experts > 1 else layers * 3 * hidden * inner
-    embeddings = config.vocab_size * hidden * (1 if getattr(config, "tie_word_embeddings", False) else 2)
-    total = embeddings + layers * (attention + router + 2 * hidden) + mlp + hidden
-    return int(total)
+    embeddings = 1 if getattr(config, "tie_word_embeddings", False) else 2
+    found = [
+        (embeddings * config.vocab_size, hidden),
+        (layers * (heads + 2 * kv_heads) * head_dim, hidden),
+        (layers * hidden, heads * head_dim),
+    ]
+    if _experts(config) == 1:
+        found += [(layers * 2 * inner, hidden), (layers * hidden, inner)]
+    return found
+
+
+def _int8_extra_bytes(config: PretrainedConfig) -> int:
+    """Two bytes per row for its scale; three more per value of rows that int8 cannot take, and of norms and routers."""
+    held = [(rows, length) for rows, length in _matrices(config) if length % INT8_MULTIPLE == 0]
+    rest = _estimate_params(config) - _expert_params(config) - sum(rows * length for rows, length in held)
+    return int(2 * sum(rows for rows, _ in held) + 3 * rest)
 
 
 def _experts(config: PretrainedConfig) -> int:

@@ -13,7 +13,9 @@ from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.index import IndexSizes, LshIndex
 from magicpig_cli.cache.layer import LayerCache, LayerSpec
 from magicpig_cli.cache.staging import Staging
+from magicpig_cli.cache.store import TORCH_DTYPE
 from magicpig_cli.cache.window import WindowShape
+from magicpig_cli.kernels import RowType, window_type
 from tests.tolerances import close_attention
 
 HKV, G, D = 2, 2, 16
@@ -25,14 +27,15 @@ RULE = LogitRule(D**-0.5)
 class GrowingLayer:
     """One layer that samples every indexed key: with one bit and 1,000 tables two of them agree for any query."""
 
-    def __init__(self, windows_on_host: bool = True) -> None:
+    def __init__(self, windows_on_host: bool = True, kind: RowType = "float32") -> None:
         generator = torch.Generator().manual_seed(0)
-        self.keys, self.values = torch.randn(2, HKV, FIRST + STEPS, D, generator=generator)
+        row_type = TORCH_DTYPE[window_type(kind)]
+        self.keys, self.values = torch.randn(2, HKV, FIRST + STEPS, D, generator=generator).to(row_type)
         self.queries = torch.randn(STEPS, 1, HKV * G, 1, D, generator=generator)
         self.sampler = LshSampler(1, 1000, hash_seed=0, threads=1, staging=STAGING)
-        self.attention = Attention(self.sampler, torch.float32, 1, STAGING)
+        self.attention = Attention(self.sampler, row_type, 1, STAGING)
         self.attention.windows_on_host = windows_on_host
-        pool = BlockPool(HKV, D, "float32", block_rows=64)
+        pool = BlockPool(HKV, D, kind, block_rows=64)
         self.cache = LayerCache(LayerSpec(HKV, D), WindowShape(4, 8, 16), pool, STAGING)
         self.cache.extend(self.rows(0, FIRST))
 
@@ -45,16 +48,17 @@ class GrowingLayer:
         q = self.queries[at - FIRST]
         out = self.attention.step(0, [self.cache], [True], q, key, value, RULE, record)
         exact = attend_step(q[:, :, 0].contiguous(), [self.cache], [0], RULE, 1, STAGING)
-        assert close_attention(out.transpose(1, 2)[0], exact.out[0][:, None], self.rows(0, at + 1))
+        assert close_attention(out.transpose(1, 2)[0], exact.out[0][:, None], self.cache.copy_rows().float())
         assert record.sampled[0] == record.offloaded[0] == [self.cache.index.length * HKV * G]
         return record
 
 
+@pytest.mark.parametrize("kind", ["float32", "int8"])
 @pytest.mark.parametrize("windows_on_host", [True, False])
 @pytest.mark.parametrize("built", [True, False])
-def test_every_key_counts_once_at_every_step(built, windows_on_host):
+def test_every_key_counts_once_at_every_step(built, windows_on_host, kind):
     """`built`: the index was there at first, or the first step begins it. A window on a GPU is merged apart."""
-    layer = GrowingLayer(windows_on_host)
+    layer = GrowingLayer(windows_on_host, kind)
     if built:
         hasher = layer.sampler.hasher(0, D)
         layer.cache.index = LshIndex(
@@ -69,8 +73,9 @@ def test_every_key_counts_once_at_every_step(built, windows_on_host):
     assert len(lags) > 3  # rows that have left the window and are not in the index yet
 
 
-def test_every_key_counts_once_after_a_cut_at_any_moment():
-    layer = GrowingLayer()
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_every_key_counts_once_after_a_cut_at_any_moment(kind):
+    layer = GrowingLayer(kind=kind)
     for cut in (1, 3, 17, 30, 64, 35):
         for _ in range(60):
             layer.step()

@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoConfig
 
 from magicpig_cli.cli import app
+from magicpig_cli.config import TAIL_ROOM
 
 LLAMA_8B = {
     "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
@@ -52,7 +53,8 @@ def test_check_says_what_would_happen(tmp_path, capsys):
     assert memory["context"] == 8192
     assert memory["kv_bytes"] == 4 * 2 * 8192 * 2 * 16 * 2
     keys = (8192 - 68) // 64 * 64
-    assert memory["index_bytes"] == 3 * 2 * 75 * 2 * (keys + 3 * 257 + 1024)  # at most 3 segments
+    per_head = 75 * 2 * (keys + 3 * 257 + TAIL_ROOM)  # at most 3 segments
+    assert memory["index_bytes"] == 3 * (2 * per_head + 2 * TAIL_ROOM)
     assert report["batch_size"] == 8
     assert report["bytes_per_token"] == {"kv": 4 * 2 * 2 * 16 * 2, "index": 3 * 2 * 150 * 2}
 

@@ -94,6 +94,18 @@ def test_rows_and_estimate(isa, head_dim, kl, counts, group, tail, dtype, softca
     assert set(done.stage_ns) == {"retrieve", "attend", "window", "merge"}
 
 
+@pytest.mark.parametrize("dtype", ROW_TYPES)
+@pytest.mark.parametrize("head_dim", [505, 511, 512])
+def test_the_longest_heads(isa, head_dim, dtype):
+    projection = make_projection(head_dim, 4, 30)
+    groups = [make_group(make_table(make_rows(2, 300, head_dim), dtype, block_rows=100), 300, projection, (100,), 20)]
+    q = queries(1, 6, head_dim)
+    codes, weights = kernels.hash_queries(q, projection, 1), log_weights(4, 30)
+    done = kernels.lsh_attend(q, codes, groups, weights, scale=head_dim**-0.5, threads=2)
+    assert done.sampled.min() > 20
+    assert_estimate(done, q, codes, groups, weights, head_dim**-0.5)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("tail", [0, 300])
 def test_everything_sampled_without_weights_is_exact_attention(isa, tail, dtype):
@@ -115,13 +127,13 @@ def test_everything_sampled_without_weights_is_exact_attention(isa, tail, dtype)
 
 
 def test_no_bit_depends_on_threads_neighbours_blocks_or_alignment(native_isa):
-    rows, projection, q = make_rows(2, 9000, 72), make_projection(72, 6, 80), queries(2, 6, 72)
+    rows, projection, q = make_rows(2, 20_000, 72), make_projection(72, 6, 80), queries(2, 6, 72)
     codes, weights = kernels.hash_queries(q, projection, 1), log_weights(6, 80)
     for dtype in ROW_TYPES:
-        group = make_group(make_table(rows, dtype), 9000, projection, (5000,), 500)
+        group = make_group(make_table(rows, dtype), 20_000, projection, (5000,), 500)  # 14,500 rows: two pieces
         wanted = kernels.lsh_attend(q, codes, [group, group], weights, scale=0.2, threads=1)
         assert wanted.sampled.min() > 50
-        for threads, block_rows, shift in ((2, 1024, 0), (3, 1000, 1), (2, 9000, 3), (1, 37, 5)):
+        for threads, block_rows, shift in ((2, 1024, 0), (3, 1000, 1), (2, 20_000, 3), (1, 37, 5)):
             table = make_table(rows, dtype, block_rows, shift)
             other = kernels.SampledRows(table, group.mu, group.segments, group.tail)
             done = kernels.lsh_attend(q, codes, [other, other], weights, scale=0.2, threads=threads)

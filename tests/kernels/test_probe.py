@@ -15,6 +15,23 @@ def test_sequential_read_takes_time(isa, size, threads):
     assert kernels.read_sequential(np.ones(size, dtype=np.uint8), threads) > 0
 
 
+@pytest.mark.parametrize("size", [256, 1 << 20, (1 << 21) + 5 * 256])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_byte_is_read(isa, size, threads):
+    """Whole numbers: their sum is the same in every order."""
+    numbers = (np.arange(size // 4) % 7).astype(np.float32)
+    assert kernels.isa.backend().read_sequential(numbers.view(np.uint8), threads)[1] == numbers.sum()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_listed_rows_are_read(isa, threads):
+    numbers = np.random.default_rng(0).integers(-9, 9, (2, 70, 2, 64)).astype(np.float32)
+    table = make_table(numbers, block_rows=32)
+    for rows in ([0], [69], list(range(70)), [3, 31, 32, 64]):
+        total = kernels.isa.backend().read_rows(table, 1, np.array(rows, dtype=np.int64), threads)[1]
+        assert total == numbers[1, rows].sum()
+
+
 @pytest.mark.parametrize("dtype", ROW_TYPES)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_rows_are_read_in_any_number(isa, dtype, threads):

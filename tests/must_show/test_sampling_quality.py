@@ -44,7 +44,7 @@ class Prediction:
 def predict_alongside(sampler_attend: Callable, prediction: Prediction) -> Callable:
     """LshSampler.attend that also adds up what the closed form expects of the same queries and keys."""
 
-    def attend(self, layer, q, caches, rule, record):
+    def attend(self, layer, q, caches, *rest):
         (cache,) = caches
         keys = cache.store.read(0, cache.store.length)[:, :, 0].double()
         centred = keys - torch.from_numpy(cache.index.mean).double().unsqueeze(1)
@@ -54,7 +54,7 @@ def predict_alongside(sampler_attend: Callable, prediction: Prediction) -> Calla
         u = inclusion_probability(cos.numpy(), self.K, self.L)
         prediction.included += float(u.sum())
         prediction.keys += u.size
-        return sampler_attend(self, layer, q, caches, rule, record)
+        return sampler_attend(self, layer, q, caches, *rest)
 
     return attend
 
