@@ -140,7 +140,11 @@ class Plan:
 
     def growth_bytes(self, tokens: int) -> int:
         """What an index needs beside itself while it changes: in every layer a segment in the making (decode), in one
-        layer at a time a long one and the codes of one head (prefill)."""
+        layer at a time a long one and the codes of one head (prefill).
+
+        A cut of a long segment holds for a moment, in one layer, what it leaves and what that becomes with its
+        neighbours: two long ones. From four sampled layers on the second fits into what is counted for joining.
+        """
         keys = self._indexed_keys(tokens)
         if not keys or not self.sampled_layers:
             return 0

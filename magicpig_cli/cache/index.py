@@ -189,8 +189,8 @@ class LshIndex:
         joining.advance(tables, self._tail_codes(now.tail_at), self._threads)
         if joining.finished:
             segments = (*now.segments[: self._join_first], joining.segment())
+            self._joining = None  # first: an interrupt in between costs a join, the other way it would be made twice
             self._now = _Content(segments, now.tail_at + joining.rows, now.tail_rows - joining.rows)
-            self._joining = None
 
     def _to_front(self) -> None:
         """Move the tail to the start of its memory, where the rows stood that are in a segment now."""

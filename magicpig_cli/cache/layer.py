@@ -49,32 +49,39 @@ class LayerCache:
 
     def append_one(self, row: torch.Tensor) -> None:
         """Decode: one row [Hkv, 1, 2, D] of the window's type. May move `flush` rows to the store."""
-        self.window.append_one(row)
-        self.length += 1
-        moved = self.shape.offloaded(self.length) - self.store.length
-        if moved:
-            recent = self.window.rows[:, self.shape.sink : self.window.used]
-            self._split(recent, moved)
+        if self.full:
+            self.extend(row)
+            return
+        used, length = self.window.used, self.length
+        try:
+            self.window.append_one(row)
+            self.length = length + 1
+        except BaseException:
+            self.window.used, self.length = used, length
+            raise
 
     def extend(self, rows: torch.Tensor) -> None:
-        """Prefill: rows [Hkv, T, 2, D] of the window's type, any T, on the device or the host."""
-        rows = self._staging.to_device(rows)
-        held = self.window.valid
-        before = self.window.used
-        self.length += rows.shape[1]
-        everything = torch.cat([held, rows], dim=1)
-        sink = min(self.shape.sink, everything.shape[1])
-        if before < sink:
-            self.window.replace(everything[:, :sink])
-        self._split(everything[:, sink:], self.shape.offloaded(self.length) - self.store.length)
+        """Prefill: rows [Hkv, T, 2, D] of the window's type, any T, on the device or the host.
 
-    def _split(self, recent: torch.Tensor, moved: int) -> None:
-        """Of the rows after the sink, hand the oldest `moved` to the store and keep the others."""
-        self.store.append(self._staging.to_host(recent[:, :moved]))
-        keep = recent[:, moved:].clone()
-        sink = min(self.shape.sink, self.length)
-        self.window.rows[:, sink : sink + keep.shape[1]] = keep
-        self.window.used = sink + keep.shape[1]
+        If it fails or is interrupted, the layer is as before.
+        """
+        before, stored, used = self.length, self.store.length, self.window.used
+        everything = torch.cat([self.window.valid, self._staging.to_device(rows)], dim=1)  # a copy
+        after = before + rows.shape[1]
+        sink = min(self.shape.sink, after)
+        keep_from = sink + self.shape.offloaded(after) - stored
+        try:
+            self.store.append(self._staging.to_host(everything[:, sink:keep_from]))
+            self._hold(after, self.shape.offloaded(after), everything[:, :sink], everything[:, keep_from:])
+        except BaseException:  # no memory for a block, Ctrl-C
+            self._hold(before, stored, everything[:, :used])
+            raise
+
+    def _hold(self, length: int, stored: int, *window: torch.Tensor) -> None:
+        """Be `length` rows: the first `stored` of the store, and in the window copies of what it held."""
+        self.window.replace(*window)
+        self.store.truncate(stored)
+        self.length = length
 
     def truncate(self, length: int) -> None:
         """Forget all tokens from `length` on; what remains equals a sequence that never was longer.
@@ -84,18 +91,19 @@ class LayerCache:
         if length >= self.length:
             return
         old_boundary, new_boundary = self.shape.boundary(self.length), self.shape.boundary(length)
-        sink = self.shape.sink
+        sink, stored = min(self.shape.sink, length), new_boundary - self.shape.sink
+        parts = [self.window.rows[:, :sink].clone()]
         if length > sink:
-            from_store = self.store.read(new_boundary - sink, min(length, old_boundary) - sink)
-            from_window = self.window.rows[:, sink : sink + max(0, length - old_boundary)]
-            back = self._staging.to_device(from_store).to(from_window.dtype)
-            recent = torch.cat([back, from_window], dim=1)
-            self.window.rows[:, sink : sink + recent.shape[1]] = recent
-        self.window.used = min(length, sink) + max(0, length - new_boundary)
-        self.store.truncate(new_boundary - sink)
+            back = self.store.read(stored, min(length, old_boundary) - self.shape.sink)
+            parts.append(self._staging.to_device(back).to(self.window.rows.dtype))
+            parts.append(self.window.rows[:, sink : sink + max(0, length - old_boundary)].clone())
         if self.index is not None:
-            self.index.truncate(self.store.length)
-        self.length = length
+            self.index.truncate(stored)  # first: it may lag behind the store, never be ahead of it
+        try:
+            self._hold(length, stored, *parts)
+        except BaseException:  # Ctrl-C half-way: what it overwrote is gone, so there is no way back
+            self._hold(length, stored, *parts)
+            raise
 
     def first_visible(self) -> int:
         """First position that the newest token attends to (0, or later under a sliding window)."""

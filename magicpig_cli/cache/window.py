@@ -55,10 +55,12 @@ class Window:
         """View [Hkv, used, 2, D]."""
         return self.rows[:, : self.used]
 
-    def replace(self, rows: torch.Tensor) -> None:
-        """Hold exactly these rows [Hkv, n, 2, D], n ≤ capacity; they may be a view of this window."""
-        count = rows.shape[1]
-        self.rows[:, :count] = rows.clone()
+    def replace(self, *parts: torch.Tensor) -> None:
+        """Hold exactly the rows of these parts [Hkv, n, 2, D], in order: copies, not views of this window."""
+        count = 0
+        for part in parts:
+            self.rows[:, count : count + part.shape[1]] = part
+            count += part.shape[1]
         self.used = count
 
     def append_one(self, row: torch.Tensor) -> None:

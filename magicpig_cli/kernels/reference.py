@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 TIER = "reference"
 MAX_LOGIT = 3e38
 _CHUNK_ROWS = 4096  # rows hashed at once: bounds the float64 projections
-_MAX_INT32 = 2**31 - 1
 
 
 # --- hashing -------------------------------------------------------------------------------------------------------

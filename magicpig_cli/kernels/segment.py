@@ -107,8 +107,11 @@ class Joining:
         want_int("threads", threads, 1)
         want_strided("codes", codes, np.uint16, "heads, L, rows", (None, self._segment.L, None))
         want_int("rows of codes", codes.shape[2], self.rows)
-        last = min(self.done + items, codes_from + codes.shape[0] * codes.shape[1])
         want_int("table of the codes", codes_from, 0, self.done)
+        if codes_from % self._segment.L:
+            raise ValueError(f"table of the codes: want the first of a head, got {codes_from} at L={self._segment.L}")
+        want_int("tables of the codes", codes.shape[0] * codes.shape[1], 0, self.items - codes_from)
+        last = min(self.done + items, codes_from + codes.shape[0] * codes.shape[1])
         if last > self.done:
             made = self._segment
             isa.backend().join(

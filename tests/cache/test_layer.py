@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magicpig_cli import kernels
+from magicpig_cli.cache import store as store_module
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.layer import LayerCache, LayerSpec
 from magicpig_cli.cache.quantize import quantize
 from magicpig_cli.cache.staging import Staging
-from magicpig_cli.cache.store import TORCH_DTYPE
-from magicpig_cli.cache.window import WindowShape
+from magicpig_cli.cache.store import TORCH_DTYPE, RowStore
+from magicpig_cli.cache.window import Window, WindowShape
 
 HKV, D = 2, 3
 CPU = torch.device("cpu")
@@ -128,3 +132,71 @@ def test_pieces_give_positions_in_order():
         assert piece[0, 0, 0, 0] == position
         expected += piece.shape[1]
     assert expected == 50
+
+
+def assert_same(cache: LayerCache, other: LayerCache) -> None:
+    assert cache.length == other.length
+    assert cache.store.length == other.store.length
+    assert cache.store.nbytes == other.store.nbytes
+    assert cache.store.table.rows == other.store.table.rows
+    assert torch.equal(cache.window.valid, other.window.valid)
+    assert torch.equal(cache.store.read(0, cache.store.length), other.store.read(0, other.store.length))
+
+
+def change(cache: LayerCache, kind: str, amount: int) -> None:
+    if kind == "cut":
+        cache.truncate(amount)
+    else:
+        feed(cache, cache.length, cache.length + amount, kind == "one", "bfloat16")
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (BlockPool, "take"),
+        (store_module, "as_tensor"),
+        (store_module, "quantize"),
+        (RowStore, "append"),
+        (RowStore, "truncate"),
+        (Window, "append_one"),
+        (Window, "replace"),
+        (kernels.RowTable, "append_block"),
+    ],
+)
+def test_an_interrupted_change_is_made_whole_or_not_at_all(monkeypatch, owner, name, dtype, done):
+    """Each change is interrupted once inside, before or after a step of it, then compared with one that never was."""
+    if name == "quantize" and dtype != "int8":
+        pytest.skip("only int8 rows are rounded")
+    real: Any = getattr(owner, name)
+    armed, interrupted = False, 0
+
+    def once(*args):
+        nonlocal armed
+        fails, armed = armed, False
+        if fails and not done:
+            raise KeyboardInterrupt
+        result = real(*args)
+        if fails:
+            raise KeyboardInterrupt
+        return result
+
+    shape = WindowShape(2, 4, 4)
+    cache, other = make(shape, dtype), make(shape, dtype)
+    monkeypatch.setattr(owner, name, once)
+    path = [("one", 1)] * 30 + [("extend", 7), ("extend", 13), ("cut", 48), ("cut", 31), ("extend", 20), ("cut", 1)]
+    for kind, amount in path:
+        armed = True
+        try:
+            change(cache, kind, amount)
+        except KeyboardInterrupt:
+            interrupted += 1
+            armed = False
+            if cache.length == other.length:
+                assert_same(cache, other)
+                change(cache, kind, amount)
+        armed = False
+        change(other, kind, amount)
+        assert_same(cache, other)
+    assert interrupted > 1

@@ -125,6 +125,13 @@ def test_read_only_codes(isa):
     assert np.array_equal(kernels.segment_codes(kernels.build_segment(codes, 4, 0, 1)), codes)
 
 
+def half_made(codes: np.ndarray) -> kernels.Joining:
+    """The tables of the first of two heads."""
+    joining = kernels.Joining([], codes.shape[2], kv_heads=2, K=4, L=3, start=7)
+    joining.advance(3, codes, 1)
+    return joining
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -148,6 +155,11 @@ def test_read_only_codes(isa):
             lambda c, s: kernels.Joining([s], 1, kv_heads=2, K=4, L=3, start=7).advance(1, c, 1, codes_from=3),
             "table of the codes: want 0 to 0, got 3",
         ),
+        (
+            lambda c, s: half_made(c).advance(1, c[1:], 1, codes_from=2),
+            "table of the codes: want the first of a head, got 2 at L=3",
+        ),
+        (lambda c, s: half_made(c).advance(1, c, 1, codes_from=3), "tables of the codes: want 0 to 3, got 6"),
         (lambda c, s: kernels.Joining([s], 1, kv_heads=2, K=5, L=3, start=7), "segments: want K, L, Hkv"),
         (lambda c, s: kernels.Joining([], 0, kv_heads=2, K=5, L=3, start=7), "segment rows: want 1 to 65472, got 0"),
         (lambda c, s: kernels.truncate_segment(s, 0, 1), "n: want 1 to 50, got 0"),

@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from magicpig_cli.config import AttentionOptions, ModelOptions, Settings
+from magicpig_cli.config import JOINED_ROWS, TAIL_ROOM, TAIL_ROWS, AttentionOptions, ModelOptions, Settings
 from magicpig_cli.errors import ContextError, MemoryBudgetError, UsageError
 from magicpig_cli.hardware import Gpu, Hardware
+from magicpig_cli.kernels import MAX_SEGMENT_ROWS
 from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.planner import RUNTIME_BYTES, most_segments, plan
 
@@ -116,10 +117,12 @@ def test_keys_that_are_all_in_the_tail_have_no_tables():
 def fewest_keys(segments: int) -> list[int]:
     """By exhaustion: the fewest keys in lists of 1, 2, … segments that the rule of LshIndex would not join.
 
-    Steps join up to 16,384 rows, tail first: an older segment that is below half of that, less half a tail, has been
-    joined before the newer one has become large. Prefills and cuts join up to 65,472 rows.
+    Prefills and cuts join up to MAX_SEGMENT_ROWS. Steps join up to JOINED_ROWS, newest first: before they made the
+    newer segment of two, it was a tail and segments each less than half of the older one next to it. So it has fewer
+    rows than the older one, to which it is the neighbour, and a tail: together both exceed JOINED_ROWS only if the
+    older has more than half of JOINED_ROWS - TAIL_ROOM.
     """
-    low, high = 1024, 65_472
+    low, high = TAIL_ROWS, MAX_SEGMENT_ROWS
     sizes = np.arange(low, high + 1)
     never = 1 << 40
     totals, fewest = sizes.astype(np.int64), []
@@ -128,7 +131,9 @@ def fewest_keys(segments: int) -> list[int]:
         up_to = np.append(never, np.minimum.accumulate(totals))  # [i]: lists that start with a size below low + i
         from_on = np.append(np.minimum.accumulate(totals[::-1])[::-1], never)
         twice = up_to[np.maximum((sizes - 1) // 2 - low + 1, 0)]
-        joined = np.where(sizes >= (16_384 - 1600) // 2, from_on[np.maximum(16_385 - sizes, low) - low], never)
+        joined = np.where(
+            sizes >= (JOINED_ROWS - TAIL_ROOM) // 2, from_on[np.maximum(JOINED_ROWS + 1 - sizes, low) - low], never
+        )
         longest = from_on[np.minimum(np.maximum(high + 1 - sizes, low), high + 1) - low]
         totals = sizes + np.minimum(np.minimum(twice, joined), longest)
     return fewest

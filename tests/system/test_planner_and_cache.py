@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,11 +13,11 @@ from magicpig_cli import hardware
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.index import LshIndex
 from magicpig_cli.cache.store import RowStore
-from magicpig_cli.config import AttentionOptions, Settings
+from magicpig_cli.config import JOINED_ROWS, TAIL_ROWS, AttentionOptions, Settings
 from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.kernels import MAX_SEGMENT_ROWS
 from magicpig_cli.model.shape import ModelShape, shape_from_config
-from magicpig_cli.planner import Plan, plan
+from magicpig_cli.planner import Plan, most_segments, plan
 from tests.tiny import tiny_model
 
 
@@ -111,20 +112,33 @@ PATHS: dict[str, list[tuple[int, list[Change]]]] = {
     "token by token": [(256, [("decode", 64)] * 600), (40_000, [("decode", 1024)] * 40)],
     "turn by turn": [(256, some_turns(seed, 120_000)) for seed in range(4)],
     # Cuts of a long segment after a short one, and again: what leaves small segments before larger ones.
-    "cuts": [(63_000, [("decode", 2048), ("prefill", 65_472), ("cut", 49_000)] * 4)],
+    "cuts": [(63_000, [("decode", 2048), ("prefill", 65_472), ("cut", 48_960)] * 4)],
 }
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("K", "at_most", "short_at_most"), [(10, 1.25, 2.0), (16, 7.0, 30.0)])
-def test_an_index_is_never_larger_than_planned_and_not_much_smaller(path, K, at_most, short_at_most):
+@pytest.mark.parametrize("K", [10, 16])
+def test_an_index_is_never_larger_than_planned_and_only_by_segments_it_does_not_have(path, K):
+    """What is planned beyond what is held: the offsets of segments, and ids for the rows that are in the tail."""
     chosen = little_plan(K)
+    offsets = 2 * L * ((1 << K) + 1)
     for first, changes in PATHS[path]:
         for tokens, index in growth(K, first // 64 * 64, changes):
-            planned = chosen.index_bytes(tokens)
-            assert planned >= index.nbytes
-            # A short one may be off by as many keys as a tail holds: some are there, and its room counts in any case.
-            assert planned <= (at_most if tokens >= 24_000 else short_at_most) * index.nbytes
+            planned, keys = chosen.index_bytes(tokens), tokens - OUTSIDE
+            segments = most_segments(keys) - len(index.segments)
+            unsorted = keys - sum(segment.n for segment in index.segments) if most_segments(keys) else 0
+            assert segments >= 0
+            assert planned - index.nbytes == segments * offsets + 2 * L * unsorted
+            assert_joined(index)
+            if K == 10:  # with K=16 offsets are most of an index, whose segments may be many fewer than planned
+                assert planned <= (1.25 if tokens >= 24_000 else 2.0) * index.nbytes
+
+
+def assert_joined(index: LshIndex) -> None:
+    """What most_segments relies on, at the sizes that the program uses."""
+    sizes = [segment.n for segment in index.segments]
+    assert all(rows >= TAIL_ROWS for rows in sizes)
+    assert all(older > 2 * newer or older + newer > JOINED_ROWS for older, newer in pairwise(sizes))
 
 
 def test_a_prompt_read_at_once_has_the_fewest_segments():
