@@ -175,8 +175,8 @@ cdef void _attend_sampled(const Piece* piece, const Shape* shape, const float* q
         rows_distance(mu, tile[now], n, shape.D, rows.type, &fetch, squares)
         for g in range(shape.G):
             sampled[g] += _attend_head(scan.bits + g * part.words, ids[now], tile[now], squares, n,
-                                       q + g * shape.packed, with_mu[g], norms[g], rows, shape, table, cells, &fetch, out + g * shape.packed,
-                                       top + g, total + g)
+                                       q + g * shape.packed, with_mu[g], norms[g], rows, shape, table, cells,
+                                       &fetch, out + g * shape.packed, top + g, total + g)
         fetch_lines(&fetch, ALL_LINES)
         n, now = ahead, 1 - now
 
