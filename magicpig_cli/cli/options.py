@@ -33,7 +33,7 @@ _PANELS = {"system": "Generation", "weights": "Model"}  # of --help; the others 
 def _choice(*values: str) -> Callable[[str], str]:
     def check(text: str) -> str:
         if text not in values:
-            raise UsageError(f"{text!r} is not one of {', '.join(values)}")
+            raise UsageError(f"{text!r} is unknown", hint=f"use one of {', '.join(values)}")
         return text
 
     return check

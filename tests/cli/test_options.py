@@ -237,7 +237,7 @@ def test_system_prompt_from_a_file(caught, tmp_path):
     [
         (["-c", "9x"], "--context: '9x' is not a number of tokens"),
         (["-c", "0"], "--context: a context of 0"),
-        (["--attention", "topk"], "--attention: 'topk' is not one of auto, lsh, exact"),
+        (["--attention", "topk"], "--attention: 'topk' is unknown"),
         (["--dtype", "float16"], "--dtype: 'float16'"),
         (["--quantize", "int4"], "--quantize: 'int4'"),
         (["--device", "gpu"], "--device: 'gpu'"),
