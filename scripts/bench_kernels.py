@@ -125,15 +125,14 @@ def main() -> int:
     args = arguments()
     if args.isa:
         os.environ["MAGICPIG_ISA"] = args.isa
-    from magicpig_cli.errors import MagicpigError, UsageError
+    from magicpig_cli.errors import MagicpigError
+    from magicpig_cli.ui import console
 
     try:
         document = measure(args)
     except MagicpigError as problem:
-        print(f"error: {problem.message}", file=sys.stderr)
-        if problem.hint:
-            print(f"hint: {problem.hint}", file=sys.stderr)
-        return 2 if isinstance(problem, UsageError) else 1
+        console.error(problem)
+        return problem.exit_code
     line = json.dumps(document)
     print(table(document), file=sys.stderr if args.json else sys.stdout)
     if args.output is not None:

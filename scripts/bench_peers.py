@@ -23,6 +23,7 @@ from magicpig_cli.bench.peers import GOALS, PREFILL_GOAL, Measured, Ours, PeersR
 from magicpig_cli.config import ModelOptions, Settings
 from magicpig_cli.errors import MagicpigError, UsageError
 from magicpig_cli.model import demo
+from magicpig_cli.ui import console
 from magicpig_cli.units import parse_token_list
 
 # From the largest to the smallest; the last is the nearest to llama.cpp's 4 bits and gives `ratio`.
@@ -37,9 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         result = _run(options)
     except MagicpigError as problem:
-        print(f"error: {problem.message}", file=sys.stderr)
-        if problem.hint:
-            print(f"hint: {problem.hint}", file=sys.stderr)
+        console.error(problem)
         return problem.exit_code
     except KeyboardInterrupt:
         return 130

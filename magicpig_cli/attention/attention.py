@@ -105,9 +105,7 @@ class Attention:
         runs = [cache.runs(start) for cache, start in zip(caches, store_from, strict=True)]
         attended, counts = self._sampler.attend(layer, queries, list(caches), rule, record, runs, sampled)
         picked = [b for b, flag in enumerate(sampled) if flag]
-        chosen = attended if len(picked) == len(caches) else Partial(attended.out[picked], attended.lse[picked])
-        q = queries if len(picked) == len(caches) else queries[picked].contiguous()
-        self._note(layer, caches, picked, [counts[b] for b in picked], q, chosen, rule, record)
+        self._note(layer, caches, picked, [counts[b] for b in picked], queries, attended, rule, record)
         return attended
 
     def _sample_apart(
@@ -124,12 +122,13 @@ class Attention:
             merged = merge(Partial(near.out[picked], near.lse[picked]), middle)
             out, lse = near.out.clone(), near.lse.clone()
             out[picked], lse[picked] = merged.out, merged.lse
-        self._note(layer, caches, picked, counts, q, merged, rule, record)
-        return Partial(out, lse)
+        attended = Partial(out, lse)
+        self._note(layer, caches, picked, counts, queries, attended, rule, record)
+        return attended
 
     def _note(
-        self, layer: int, caches: SequenceOf[LayerCache], picked: list[int], counts: list[int], q: torch.Tensor,
-        attended: Partial, rule: LogitRule, record: StepRecorder,
+        self, layer: int, caches: SequenceOf[LayerCache], picked: list[int], counts: list[int],
+        queries: torch.Tensor, attended: Partial, rule: LogitRule, record: StepRecorder,
     ) -> None:  # fmt: skip
         """Record what was sampled of the sequences `picked`, and how far their results are off if that is asked for."""
         record.sampled[layer], record.offloaded[layer] = [0] * len(caches), [0] * len(caches)
@@ -137,9 +136,10 @@ class Attention:
             index = caches[b].index
             assert index is not None
             record.sampled[layer][b] = count
-            record.offloaded[layer][b] = index.length * q.shape[1]
+            record.offloaded[layer][b] = index.length * queries.shape[1]
         if record.errors is not None:
             chosen = [caches[b] for b in picked]
+            q = queries[picked].contiguous()
             truth = attend_step(q, chosen, [0] * len(chosen), rule, self._threads, self._staging)
             size = truth.out.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-            record.errors.append((attended.out - truth.out).norm(dim=-1) / size)
+            record.errors.append((attended.out[picked] - truth.out).norm(dim=-1) / size)

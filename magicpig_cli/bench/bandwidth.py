@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from magicpig_cli import kernels
+from magicpig_cli.bench.attend_case import VARIANTS
 from magicpig_cli.bench.layer_tensors import IndexedLayer
 from magicpig_cli.bench.timing import ColdCache, Timed, median_ns
 from magicpig_cli.bench.turns import Attend, Way, in_turns
@@ -18,14 +19,14 @@ def measure_bandwidth(layer: IndexedLayer, cold: ColdCache, reps: int) -> dict[s
     """
     table, steps = layer.store.table, layer.tensors.steps
     ways: dict[str, Way] = {
-        "exact": lambda layer: lambda step: layer.attend_exactly(step, 1),
+        "exact": VARIANTS["exact"],
         "sequential": _sequential,
         "lsh": lambda layer: lambda step: layer.attend(step, 1).stage_ns["attend"],
         "rows": _rows,
     }
     samples = in_turns(layer, ways, reps, cold)
     unions = [layer.union_rows(step) for step in range(steps)]
-    rows_bytes = 2 * table.head_dim * table.blocks[0].itemsize
+    rows_bytes = kernels.row_bytes(table.head_dim, table.dtype)
     exact_bytes = layer.store.length * table.kv_heads * rows_bytes
     union_bytes = [sum(map(len, union)) * rows_bytes for union in unions]
     sequential = sum(block.nbytes for block in table.blocks) / _median_result(samples["sequential"])

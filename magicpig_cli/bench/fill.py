@@ -53,7 +53,11 @@ def natural_text() -> str:
 
 def fill_ids(engine: Engine, length: int) -> list[int]:
     """`length` token ids of natural text, from the start again where it ends."""
-    ids = engine.codec.encode_raw(natural_text())
+    return repeat_ids(engine.codec.encode_raw(natural_text()), length)
+
+
+def repeat_ids(ids: list[int], length: int) -> list[int]:
+    """The first `length` ids, from the start again where they end."""
     return (ids * -(-length // len(ids)))[:length]
 
 

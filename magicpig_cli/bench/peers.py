@@ -94,6 +94,8 @@ def measure(
 
     ids: the text, at least as many tokens as the longest context up to `request.real`.
     """
+    from magicpig_cli.bench.fill import repeat_ids  # brings torch
+
     tools = [*ours, *peers]
     measured = [Measured() for _ in tools]
     for tool, result in zip(tools, measured, strict=True):
@@ -108,18 +110,13 @@ def measure(
             if (context in request.contexts if number < len(ours) else context <= request.real)
         ]
         yield f"decode at {context:,} tokens"
-        prompt = _prompt(ids, request.prompt(context))
+        prompt = repeat_ids(ids, request.prompt(context))
         for tool, _ in taking_part:
             tool.decode(prompt, min(2, request.gen_tokens))  # warm, and holding the prompt
         for _ in range(request.rounds):
             for tool, result in taking_part:
                 result.samples_ms.setdefault(context, []).append(tool.decode(prompt, request.gen_tokens))
     yield measured
-
-
-def _prompt(ids: list[int], length: int) -> list[int]:
-    """The first `length` tokens of the text, from the start again where it ends."""
-    return (ids * -(-length // len(ids)))[:length]
 
 
 def document(

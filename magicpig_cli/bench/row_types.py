@@ -12,6 +12,7 @@ from magicpig_cli import kernels
 from magicpig_cli.attention.base import Partial
 from magicpig_cli.attention.merge import merge
 from magicpig_cli.attention.rotation import rotation
+from magicpig_cli.bench.attend_case import VARIANTS
 from magicpig_cli.bench.layer_tensors import IndexedLayer, LayerTensors, stored
 from magicpig_cli.bench.timing import ColdCache, median_ns
 from magicpig_cli.bench.turns import Attend, in_turns
@@ -21,12 +22,8 @@ from magicpig_cli.config import DEFAULT_LOCAL, DEFAULT_SINK
 
 def int8_speedup(layer: IndexedLayer, cold: ColdCache, reps: int) -> float:
     """Times by which the sampled call is faster over int8 rows; the same keys are sampled from the same tables."""
-    samples = in_turns(layer, {"bfloat16": _over_bfloat16, "int8": _over_int8}, reps, cold)
+    samples = in_turns(layer, {"bfloat16": VARIANTS["lsh"], "int8": _over_int8}, reps, cold)
     return median_ns(samples["bfloat16"]) / median_ns(samples["int8"])
-
-
-def _over_bfloat16(layer: IndexedLayer) -> Attend:
-    return lambda step: layer.attend(step, 1)
 
 
 def _over_int8(layer: IndexedLayer) -> Attend:
