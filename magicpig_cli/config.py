@@ -45,8 +45,8 @@ class AttentionOptions:
     mode: str = "auto"  # auto | lsh | exact
     K: int | None = None  # bits per table, 1..MAX_K
     L: int | None = None  # tables, 2..MAX_L
-    sink: int = DEFAULT_SINK  # first tokens, always attended exactly
-    local: int = DEFAULT_LOCAL  # most recent tokens, always attended exactly
+    sink: int | None = None  # first tokens, always attended exactly
+    local: int | None = None  # most recent tokens, always attended exactly
     dense_layers: tuple[int, ...] | None = None  # None = chosen for the model
     hash_seed: int = 0
     kv_dtype: str = "auto"  # auto | float32 | bfloat16 | int8
@@ -76,4 +76,5 @@ class Settings:
     context: int | None = None  # tokens; None = the model's effective context
     allow_extrapolation: bool = False
     threads: int | None = None
+    profile: str | None = None  # name or file of a hardware profile; None = the one that matches this machine
     system: str | None = None

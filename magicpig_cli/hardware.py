@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,22 @@ class Gpu:
     name: str
     total_bytes: int
     free_bytes: int
+    pcie_generation: int | None = None  # of the link; None = unknown
+    pcie_lanes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What this machine was measured to do with `threads` threads; the planner predicts times from it."""
+
+    threads: int
+    sequential_bytes_s: float  # rows read one after another
+    gather_bytes_s: float  # ascending rows read with gaps
+    count_ns: float  # one id counted in a table look-up, one thread
+    product_bytes_s: Mapping[str, float]  # weights read by a product with one row: float32, bfloat16, int8
+    operator_us: float  # one small torch operator, called from Python
+    host_to_device_bytes_s: float | None = None  # pinned copies; None = no device
+    device_to_host_bytes_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +61,7 @@ class Hardware:
     memory_limit: int | None  # bytes of the tightest cgroup limit
     process_bytes: int  # private memory that this process holds now
     gpus: tuple[Gpu, ...] = ()
+    speeds: Speeds | None = None  # None = not measured
 
 
 def probe(root: Path = Path("/")) -> Hardware:

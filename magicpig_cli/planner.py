@@ -30,6 +30,7 @@ from magicpig_cli.errors import ContextError, MemoryBudgetError, UsageError
 from magicpig_cli.hardware import Hardware
 from magicpig_cli.kernels import MAX_SEGMENT_ROWS, RowType, row_bytes, window_type
 from magicpig_cli.model.shape import ModelShape, read_dtype
+from magicpig_cli.profiles import BUILT_IN, Profile
 from magicpig_cli.units import MAX_SIZE, format_bytes
 
 Mode = Literal["auto", "lsh", "exact"]
@@ -178,8 +179,8 @@ class Plan:
         return low
 
 
-def plan(hardware: Hardware, shape: ModelShape, settings: Settings) -> Plan:
-    """Choose everything that `settings` leave open.
+def plan(hardware: Hardware, shape: ModelShape, settings: Settings, profile: Profile = BUILT_IN) -> Plan:
+    """Choose everything that `settings` leave open, as `profile` recommends.
 
     Raises UsageError (values that cannot be meant), ContextError (longer than the model's context), and
     MemoryBudgetError (the weights, or one sequence of the context that was asked for, do not fit).
@@ -192,16 +193,18 @@ def plan(hardware: Hardware, shape: ModelShape, settings: Settings) -> Plan:
         _check_gpu(hardware, shape, settings.model)
     weight_type = _weight_type(shape, settings.model, on_gpu)
     weights = 0 if on_gpu else _weights_bytes(shape, weight_type)
+    wanted = _wanted_context(shape, settings)
+    size = profile.table_size(wanted)
     draft = Plan(
         shape=shape,
         mode=cast(Mode, attention.mode),
-        K=attention.K or DEFAULT_K,
-        L=attention.L or DEFAULT_L,
-        sink=attention.sink,
-        local=attention.local,
-        dense_layers=(0,) if attention.dense_layers is None else tuple(sorted(set(attention.dense_layers))),
+        K=attention.K or size.K,
+        L=attention.L or size.L,
+        sink=profile.sink if attention.sink is None else attention.sink,
+        local=profile.local if attention.local is None else attention.local,
+        dense_layers=_dense_layers(attention, shape, profile),
         threads=settings.threads or hardware.threads,
-        context=_wanted_context(shape, settings),
+        context=wanted,
         row_dtype="bfloat16" if attention.kv_dtype == "auto" else cast(RowType, attention.kv_dtype),
         weight_type=weight_type,
         weights_bytes=weights,
@@ -212,6 +215,13 @@ def plan(hardware: Hardware, shape: ModelShape, settings: Settings) -> Plan:
     _check_window(draft)
     context = _fitting_context(draft, hardware, asked=settings.context is not None)
     return replace(draft, context=context, reasons=_reasons(draft, context, hardware, settings))
+
+
+def _dense_layers(attention: AttentionOptions, shape: ModelShape, profile: Profile) -> tuple[int, ...]:
+    """What was asked for, else those of the profile that this model has."""
+    if attention.dense_layers is not None:
+        return tuple(sorted(set(attention.dense_layers)))
+    return tuple(layer for layer in profile.dense_layers if layer < shape.layers)
 
 
 def _check(attention: AttentionOptions, shape: ModelShape, threads: int | None) -> None:
@@ -229,11 +239,10 @@ def _check(attention: AttentionOptions, shape: ModelShape, threads: int | None) 
         )
     if not 0 <= attention.hash_seed <= MAX_SEED:
         raise UsageError(f"--hash-seed {attention.hash_seed} is not between 0 and {MAX_SEED}", hint="--hash-seed 0")
-    if attention.sink < 0 or attention.local < 1:
-        raise UsageError(
-            f"--sink {attention.sink} --local {attention.local}: sink must be ≥ 0 and local ≥ 1",
-            hint="the defaults are --sink 4 --local 64",
-        )
+    if attention.sink is not None and attention.sink < 0:
+        raise UsageError(f"--sink {attention.sink} is less than 0", hint=f"the default is --sink {DEFAULT_SINK}")
+    if attention.local is not None and attention.local < 1:
+        raise UsageError(f"--local {attention.local} is less than 1", hint=f"the default is --local {DEFAULT_LOCAL}")
     if threads is not None and threads < 1:
         raise UsageError(f"--threads {threads} is less than 1", hint="leave it out to use what this machine gives")
     if missing := [layer for layer in attention.dense_layers or () if not 0 <= layer < shape.layers]:

@@ -146,8 +146,7 @@ def _would_happen(shape: ModelShape, settings: Settings) -> dict[str, Any]:
     """What the planner makes of the model here; `problem` where it refuses."""
     import torch  # noqa: F401  the probe then lists GPUs
 
-    from magicpig_cli import hardware
-    from magicpig_cli.planner import plan
+    from magicpig_cli.planning import plan_here
 
     report = _summary(settings.model.model, shape) | {
         "trained_context": shape.trained_context,
@@ -157,7 +156,7 @@ def _would_happen(shape: ModelShape, settings: Settings) -> dict[str, Any]:
         "softcap": shape.softcap,
     }
     try:
-        chosen = plan(hardware.probe(), shape, settings)
+        chosen = plan_here(shape, settings)
     except MagicpigError as problem:
         return report | {
             "problem": problem.message,

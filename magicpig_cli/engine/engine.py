@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import psutil
 import torch
 
-from magicpig_cli import hardware, kernels
+from magicpig_cli import kernels
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.config import GenerationOptions, Settings
 from magicpig_cli.engine.conversation import ChatCodec
@@ -20,7 +20,8 @@ from magicpig_cli.events import Event, LoadProgress
 from magicpig_cli.model import loader
 from magicpig_cli.model.frequencies import settle
 from magicpig_cli.model.shape import ModelShape, shape_from_config
-from magicpig_cli.planner import Plan, plan
+from magicpig_cli.planner import Plan
+from magicpig_cli.planning import plan_here
 
 __all__ = ["Engine", "Request"]
 
@@ -37,7 +38,7 @@ class Engine:
         self.load_s = load_s
         self.isa = kernels.isa.current()
         self.shape: ModelShape = shape_from_config(loaded.config)
-        self.plan: Plan = plan(hardware.probe(), self.shape, settings)
+        self.plan: Plan = plan_here(self.shape, settings)
         self.codec = ChatCodec(
             loaded.tokenizer, loaded.config, loaded.generation_config, settings.model.chat_template
         )  # fmt: skip
@@ -59,7 +60,7 @@ class Engine:
         device = loader.resolve_device(settings.model.device)
         config = loader.load_config(settings.model)
         loader.check_supported(config, settings.model.model)
-        plan(hardware.probe(), shape_from_config(config), settings)
+        plan_here(shape_from_config(config), settings)
         loaded = loader.load_model(settings.model, device, on_progress)
         return cls(settings, loaded, device, time.perf_counter() - begin)
 

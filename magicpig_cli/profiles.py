@@ -1,0 +1,62 @@
+"""Hardware profiles: what is recommended on which machine, as data, with the source of every figure.
+
+A profile never refuses anything and never knows a model's shape: it says what to choose where neither an option, the
+environment nor config.yaml has said so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from magicpig_cli.config import DEFAULT_K, DEFAULT_L, DEFAULT_LOCAL, DEFAULT_SINK
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Which machines (and which model) a profile is for. All that is given must hold."""
+
+    device: str | None = None  # cpu | gpu: where the weights are
+    gpu_name: str | None = None  # part of the GPU's name, any case
+    gpu_memory_min: int | None = None  # bytes of the GPU, inclusive
+    gpu_memory_max: int | None = None  # bytes, exclusive
+    cpu_model: str | None = None  # part of the CPU's name, any case
+    model: str | None = None  # name of the model it was tuned for, as `Engine.model_name`
+
+
+@dataclass(frozen=True, slots=True)
+class TableSize:
+    """(K, L) for sequences of up to `up_to` tokens (inclusive; None = however long)."""
+
+    K: int
+    L: int
+    up_to: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Recommendations for one kind of machine."""
+
+    name: str = "built-in"
+    match: Match = field(default_factory=Match)
+    sampler: str = "lsh"
+    tables: tuple[TableSize, ...] = (TableSize(DEFAULT_K, DEFAULT_L),)  # by context, ascending
+    dense_layers: tuple[int, ...] = (0,)
+    sink: int = DEFAULT_SINK
+    local: int = DEFAULT_LOCAL
+    auto_lsh_from: int = 4096  # `--attention auto`: shorter sequences are attended exactly
+    chunk: int = 512  # prompt tokens per forward
+    threads: int | None = None  # at most so many; None = the physical cores that this process may use
+    max_batch: int | None = None  # sequences decoded together; None = the planner's own limit
+    host_reserve: int = 1 << 30  # bytes of host memory left alone: Python, torch, activations, logits, projections
+    device_reserve: int = 1 << 30  # bytes of the GPU left alone
+    sources: Mapping[str, str] = field(default_factory=dict)  # key → "paper, table 3" or "measured: machine, date"
+    path: Path | None = None  # the file it came from; None = BUILT_IN
+
+    def table_size(self, tokens: int) -> TableSize:
+        """(K, L) for a sequence of `tokens`."""
+        return next((t for t in self.tables if t.up_to is None or tokens <= t.up_to), self.tables[-1])
+
+
+BUILT_IN = Profile()  # where no file is read: what the planner chooses on any machine
