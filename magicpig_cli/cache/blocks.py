@@ -4,15 +4,9 @@ A row is K and V of one key side by side, so that a sampled key costs one contig
 [Hkv, block_rows, 2, W] (W: see `kernels.rows`); a sequence that grows gets further blocks and nothing is copied. Blocks
 are cut from larger slabs and need no bookkeeping: a slab's memory goes back to the system when the last view of it is
 gone.
-
-Memory that was never touched takes the system 0.5 ms per 2 MiB, and a virtual machine up to 6 ms, so a decode step must
-not be the one that touches it first: a worker thread does, in good time (docs/decisions/004).
 """
 
 from __future__ import annotations
-
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
 
 import numpy as np
 
@@ -43,18 +37,3 @@ class BlockPool:
         start = self._next * self.block_bytes
         self._next += 1
         return self._slab[start : start + self.block_bytes].view(NUMPY_TYPE[self.dtype]).reshape(self._shape)
-
-    def prepare(self) -> Future[np.ndarray]:
-        """A block as from `take`, all of it touched, once it is done."""
-        return _worker().submit(_touched, self.take())
-
-
-@cache
-def _worker() -> ThreadPoolExecutor:
-    """One thread for all pools: what it waits for is the system's memory, not a core."""
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="magicpig-blocks")
-
-
-def _touched(block: np.ndarray) -> np.ndarray:
-    block.fill(0)  # without the GIL
-    return block

@@ -11,6 +11,7 @@ import torch
 from magicpig_cli import kernels
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.quantize import quantize
+from magicpig_cli.kernels.memory import touch
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of rows that hold no scales
 
@@ -43,7 +44,7 @@ class RowStore:
         self.length = 0
         self._pool = pool
         self._blocks: list[torch.Tensor] = []
-        self._next: Future[np.ndarray] | None = None  # the block that comes next, being made ready
+        self._next: tuple[np.ndarray, Future[None]] | None = None  # the block that comes next, and when it is ready
 
     @property
     def nbytes(self) -> int:
@@ -72,12 +73,17 @@ class RowStore:
         if not self._blocks or 2 * free > self._pool.block_rows:
             self._next = None
         elif self._next is None:
-            self._next = self._pool.prepare()
+            block = self._pool.take()
+            self._next = block, touch(block)
 
     def _add_block(self) -> None:
         """The block that was made ready, or a new one."""
-        ready, self._next = self._next, None
-        block = self._pool.take() if ready is None else ready.result()
+        if self._next is None:
+            block = self._pool.take()
+        else:
+            block, ready = self._next
+            ready.result()
+            self._next = None
         self._blocks.append(as_tensor(block))
         self.table.append_block(block)
 
