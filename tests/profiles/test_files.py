@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -184,6 +186,27 @@ def test_an_interrupted_save_leaves_what_was_there(own_folder, monkeypatch, mome
     with pytest.raises(KeyboardInterrupt):
         profiles.save(replace(TUNED, sink=99), "x")
     assert [path.read_bytes() for path in own_folder.iterdir()] == [before]
+
+
+def test_a_killed_writer_leaves_a_whole_profile(own_folder):
+    """Killed at some moment of writing again and again: the file is one of the two, and nothing else is taken for one."""
+    code = (
+        "from magicpig_cli.profiles import BUILT_IN, save\n"
+        "from dataclasses import replace\n"
+        "for sink in range(10**9):\n"
+        "    save(replace(BUILT_IN, sink=sink % 1000), 'x'); print(flush=True)\n"
+    )
+    for saves in (1, 4, 9):
+        writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env={**os.environ})
+        assert writer.stdout is not None
+        for _ in range(saves):
+            writer.stdout.readline()
+        writer.kill()
+        writer.wait()
+        writer.stdout.close()
+        (found,) = profiles.user_profiles()
+        assert found == replace(BUILT_IN, name="x", path=own_folder / "x.yaml", sink=found.sink)
+        assert profiles.broken_user_profiles() == ()
 
 
 def test_a_folder_that_cannot_be_written_is_named(own_folder):

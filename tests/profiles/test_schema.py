@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from magicpig_cli import profiles
 from magicpig_cli.errors import UsageError
@@ -174,3 +175,15 @@ def test_tables_by_length():
     profile = BUILT_IN.__class__(tables=(TableSize(8, 75, 16_384), TableSize(9, 120, 32_768)))
     sizes = [profile.table_size(tokens).K for tokens in (1, 16_384, 16_385, 32_768, 1 << 20)]
     assert sizes == [8, 8, 9, 9, 9]
+
+
+def test_the_manual_shows_every_key_and_nothing_else(tmp_path):
+    manual = (Path(__file__).parents[2] / "docs" / "profiles.md").read_text(encoding="utf-8")
+    example = manual.partition("```yaml\n")[2].partition("```")[0]
+    profile = profiles.load(write(tmp_path, example))
+    assert profile.match.gpu_name == "RTX 4090"
+    document = yaml.safe_load(example)
+    written = profiles.save(profile, "manual").read_text(encoding="utf-8")
+    for section, keys in yaml.safe_load(written).items():
+        assert section == "sources" or document[section].keys() == keys.keys()
+    assert document.keys() == {"base", "match", "attention", "run", "memory", "sources"}
