@@ -189,7 +189,7 @@ def test_an_interrupted_save_leaves_what_was_there(own_folder, monkeypatch, mome
 
 
 def test_a_killed_writer_leaves_a_whole_profile(own_folder):
-    """Killed at some moment of writing again and again: the file is one of the two, and nothing else is taken for one."""
+    """Killed while it writes again and again: the file is one of those, and what else lies there is no profile."""
     code = (
         "from magicpig_cli.profiles import BUILT_IN, save\n"
         "from dataclasses import replace\n"
