@@ -1,14 +1,15 @@
 """Histograms over the angle between queries and keys, from which ratio, error and work of every (K, L) follow at once.
 
-With s = sin(θ/2), u depends on s alone for given K and L, so Σᵢ xᵢ·f(sᵢ) over millions of keys is a product of two short
-vectors once the xᵢ lie in a histogram over s. Every xᵢ is split between the two nodes next to sᵢ: the product is then
-what linear interpolation of f between the nodes gives (docs/decisions/001 has the error of that).
+With s = sin(θ/2), u depends on s alone for given K and L, so Σᵢ xᵢ·f(sᵢ) over millions of keys is a product of two
+short vectors once the xᵢ lie in a histogram over s. Every xᵢ is split between the two nodes next to sᵢ: the product is
+then what linear interpolation of f between the nodes gives (docs/decisions/001 has the error of that).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -125,6 +126,9 @@ def _histogram(s: torch.Tensor, weights: torch.Tensor | None) -> Floats:
     left = np.minimum(at.astype(np.int64), CELLS - 1)
     right_share = at - left
     w = np.ones_like(at) if weights is None else weights.numpy().ravel()
-    to_right = np.bincount(left + 1, w * right_share, CELLS + 1)
-    histogram: Floats = to_right + np.bincount(left, w * (1 - right_share), CELLS + 1)
-    return histogram
+    return _counts(left, w * (1 - right_share)) + _counts(left + 1, w * right_share)
+
+
+def _counts(nodes: np.ndarray, weights: Floats) -> Floats:
+    counts: Any = np.bincount(nodes, weights, CELLS + 1)  # its type says integers, which is so without weights
+    return np.asarray(counts, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""What the layers of a loaded model attend with and to, at several depths of a text: the material of all predictions."""
+"""What the layers of a loaded model attend with and to, at several depths of a text: what predictions are made of."""
 
 from __future__ import annotations
 
@@ -95,11 +95,10 @@ def capture(engine: Engine, ids: list[int], steps: int = STEPS) -> Generator[Pre
             yield PrefillProgress("", begin + done, total, 0.0)
         for _ in teacher_force(engine.runner, sequence, ids[length : length + steps], queries):
             yield PrefillProgress("", sequence.length, total, 0.0)
-    return Capture(
-        sequence, lengths, tuple(map(engine.plan.offloaded, lengths)), engine.plan.sink,
-        {layer: queries.stacked(layer).unflatten(0, (len(lengths), steps)) for layer in queries.by_layer},
-        queries.rules,
-    )  # fmt: skip
+    shape = (len(lengths), steps, engine.shape.heads, engine.shape.head_dim)
+    by_layer = {layer: queries.stacked(layer).reshape(shape) for layer in queries.by_layer}
+    offloaded = tuple(map(engine.plan.offloaded, lengths))
+    return Capture(sequence, lengths, offloaded, engine.plan.sink, by_layer, queries.rules)
 
 
 def baseline(engine: Engine, capture: Capture, count: int) -> ExactStep:
