@@ -12,7 +12,16 @@ from transformers import PreTrainedModel
 from magicpig_cli.events import LoadProgress
 from magicpig_cli.model.progress import Report, ignore
 from magicpig_cli.model.shape import INT8_MULTIPLE
-from magicpig_cli.model.stored import Form, Holder, Products, Stored, StoredEmbedding, StoredLinear, own_products, stored
+from magicpig_cli.model.stored import (
+    Form,
+    Holder,
+    Products,
+    Stored,
+    StoredEmbedding,
+    StoredLinear,
+    own_products,
+    stored,
+)
 
 _ATTRIBUTE = "magicpig_products"  # of the model, where its Products are
 _GEMMA_FACTOR = "scalar_embed_scale"  # attribute of Gemma 3's embedding: what its forward multiplies rows by

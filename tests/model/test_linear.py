@@ -111,7 +111,7 @@ def test_blocks_of_the_cast_buffer_change_nothing(form, monkeypatch):
     layer, products, x = layer_and_inputs(form, 9)
     products.prefill = True
     whole = layer(x)
-    monkeypatch.setattr(linear, "BUFFER_VALUES", 80 * 7)
+    monkeypatch.setattr(stored, "BUFFER_VALUES", 80 * 7)
     small = stored.Products()
     small.prefill = True
     layer._products = small
