@@ -41,6 +41,7 @@ class Speeds:
     visit_ns: float = 0.0  # one table visited in a look-up, beside the ids in its bucket
     buffer_bytes: int = 0  # of memory that reads and products went through, so that none found in a cache what it read
     cache_bytes: int = 0  # last-level cache of the CPUs in use
+    cpu_share: float = 1.0  # of `threads` cores that this process got meanwhile; well below 1: others were busy there
 
 
 @dataclass(frozen=True, slots=True)
