@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from magicpig_cli import hardware, profiles
+from magicpig_cli import hardware, profiles, speeds
 from magicpig_cli.config import Settings
 from magicpig_cli.gpus import Gpu
 from magicpig_cli.hardware import Hardware, Speeds
 from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.planner import Plan, plan
-from magicpig_cli.speeds import load_or_measure
 
 
 def plan_here(shape: ModelShape, settings: Settings, announce: Callable[[], None] | None = None) -> Plan:
@@ -22,15 +21,15 @@ def plan_here(shape: ModelShape, settings: Settings, announce: Callable[[], None
     """
     machine = hardware.probe()
     draft = plan(machine, shape, settings, profiles.BUILT_IN)  # what cannot work is refused before anything is measured
-    speeds = speeds_here(machine, draft.threads, settings.model.device, announce)
-    return draft if speeds is None else plan(replace(machine, speeds=speeds), shape, settings, profiles.BUILT_IN)
+    found = speeds_here(machine, draft.threads, settings.model.device, announce)
+    return draft if found is None else plan(replace(machine, speeds=found), shape, settings, profiles.BUILT_IN)
 
 
 def speeds_here(
     machine: Hardware, threads: int, device: str, announce: Callable[[], None] | None, *, anew: bool = False
 ) -> Speeds | None:
     """Speeds with `threads` threads, and of copies to the GPU that `--device` means; see `speeds.load_or_measure`."""
-    return load_or_measure(machine, threads, _gpu(machine, device), announce=announce, anew=anew)
+    return speeds.load_or_measure(machine, threads, _gpu(machine, device), announce=announce, anew=anew)
 
 
 def _gpu(machine: Hardware, device: str) -> Gpu | None:
