@@ -15,7 +15,8 @@ def load_engine(settings: Settings, *, quiet: bool) -> Engine:
         def show(event: LoadProgress) -> None:
             if event.stage == MEASURING:
                 progress.note(event.stage)
-            progress.update(event.done, event.total, description=event.stage)
+            else:
+                progress.update(event.done, event.total, description=event.stage)
 
         engine = Engine.load(settings, show)
     for line in engine.plan.reasons:
