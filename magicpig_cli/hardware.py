@@ -16,7 +16,8 @@ from pathlib import Path
 
 import psutil
 
-from magicpig_cli.gpus import Gpu, probe_gpus
+from magicpig_cli.gpus import Gpu as Gpu  # named here too: part of Hardware
+from magicpig_cli.gpus import probe_gpus
 
 UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes a page-rounded 2^63 for "no limit"
 CACHE_UNKNOWN_BYTES = 64 << 20  # last-level cache, taken where the system does not tell

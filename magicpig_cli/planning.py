@@ -9,20 +9,26 @@ from magicpig_cli import hardware, profiles, speeds
 from magicpig_cli.config import Settings
 from magicpig_cli.gpus import Gpu
 from magicpig_cli.hardware import Hardware, Speeds
+from magicpig_cli.model.name import model_name
 from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.planner import Plan, plan
+from magicpig_cli.profiles import Profile
 
 
 def plan_here(shape: ModelShape, settings: Settings, announce: Callable[[], None] | None = None) -> Plan:
-    """The plan of a run of this model on this machine. Raises what `planner.plan` raises.
+    """The plan of a run of this model on this machine.
 
-    announce: called before this machine is measured, which takes two seconds and happens once; None: it is not, and
-    times are predicted only if it has been before.
+    announce: called before this machine is measured, which takes two seconds and is kept for next time; None: it is
+    not, and times are predicted only if it has been before.
+    Raises what `planner.plan` raises, and UsageError for a profile that was asked for and is not there or broken.
     """
     machine = hardware.probe()
-    draft = plan(machine, shape, settings, profiles.BUILT_IN)  # what cannot work is refused before anything is measured
-    found = speeds_here(machine, draft.threads, settings.model.device, announce)
-    return draft if found is None else plan(replace(machine, speeds=found), shape, settings, profiles.BUILT_IN)
+    profile, why = profile_for(machine, settings, model_name(settings.model.model))
+    chosen = plan(machine, shape, settings, profile)  # what cannot work is refused before anything is measured
+    found = speeds_here(machine, chosen.threads, settings.model.device, announce)
+    if found is not None:
+        chosen = plan(replace(machine, speeds=found), shape, settings, profile)
+    return replace(chosen, reasons=(*chosen.reasons, f"profile {profile.name}: {why}"))
 
 
 def speeds_here(
@@ -36,3 +42,12 @@ def _gpu(machine: Hardware, device: str) -> Gpu | None:
     """The GPU that `auto`, `cuda` or `cuda:N` means here; None on a CPU."""
     kind, _, number = device.partition(":")
     return None if kind == "cpu" else next((gpu for gpu in machine.gpus if gpu.index == int(number or 0)), None)
+
+
+def profile_for(machine: Hardware, settings: Settings, model: str | None = None) -> tuple[Profile, str]:
+    """The profile that was asked for, else the one that matches, and why. `model` is the model's name, if known."""
+    if settings.profile is not None:
+        return profiles.find(settings.profile), "as asked"
+    kind, _, number = settings.model.device.partition(":")
+    on_gpu = kind == "cuda" or (kind == "auto" and bool(machine.gpus))
+    return profiles.choose(machine, on_gpu, int(number or 0), model)

@@ -45,6 +45,14 @@ def steady_speeds() -> Iterator[Speeds]:
         yield STEADY_SPEEDS
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_profiles_of_one_s_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What this machine's user has tuned must not change what tests see, in this process or in others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def demo_available() -> None:
     """Skips where the demo wheel is not installed; scripts/setup.sh installs it."""

@@ -12,17 +12,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from magicpig_cli.cli.options import AsJson, command_options
+from magicpig_cli.config import Settings
 from magicpig_cli.events import MEASURING
 
 if TYPE_CHECKING:
     from magicpig_cli.gpus import Gpu
     from magicpig_cli.hardware import Hardware, Speeds
+    from magicpig_cli.profiles import Profile
 
 _PACKAGES = ("torch", "transformers", "huggingface-hub", "safetensors", "numpy")
 
 
-@command_options()
+@command_options("model", only=("device", "profile"))
 def doctor(
+    settings: Settings,
     measure: Annotated[bool, typer.Option("--measure", help="Measure speeds again, instead of once.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -30,20 +33,22 @@ def doctor(
     import torch  # noqa: F401  its libraries are part of what is examined
 
     from magicpig_cli import hardware
-    from magicpig_cli.planning import speeds_here
+    from magicpig_cli.planning import profile_for, speeds_here
     from magicpig_cli.ui import console
 
     machine = hardware.probe()
-    speeds = speeds_here(machine, machine.threads, "auto", lambda: console.say(MEASURING), anew=measure)
-    machine = replace(machine, speeds=speeds)
     runtimes = hardware.openmp_runtimes()
+    profile, why = profile_for(machine, settings)
+    device = settings.model.device
+    speeds = speeds_here(machine, machine.threads, device, lambda: console.say(MEASURING), anew=measure)
+    machine = replace(machine, speeds=speeds)
     if as_json:
-        print(json.dumps(report(machine, runtimes)))
+        print(json.dumps(report(machine, runtimes, profile)))
     else:
-        _print_page(machine, runtimes)
+        _print_page(machine, runtimes, f"{profile.name}: {why}")
 
 
-def report(machine: Hardware, runtimes: tuple[str, ...]) -> dict[str, Any]:
+def report(machine: Hardware, runtimes: tuple[str, ...], profile: Profile) -> dict[str, Any]:
     """The object of `doctor --json` (CLI.md). A token is only ever reported as present or not."""
     return {
         "versions": _versions(),
@@ -61,10 +66,10 @@ def report(machine: Hardware, runtimes: tuple[str, ...]) -> dict[str, Any]:
             "limit_bytes": machine.memory_limit,
         },
         "gpus": [asdict(gpu) for gpu in machine.gpus],
-        "speeds": None if machine.speeds is None else asdict(machine.speeds),
         "openmp_runtimes": list(runtimes),
-        "profile": None,
+        "profile": profile.name,
         "hub": _hub(),
+        "speeds": None if machine.speeds is None else asdict(machine.speeds),
     }
 
 
@@ -88,7 +93,7 @@ def _hub() -> dict[str, Any]:
     return {"cache": str(constants.HF_HUB_CACHE), "token": get_token() is not None}
 
 
-def _print_page(machine: Hardware, runtimes: tuple[str, ...]) -> None:
+def _print_page(machine: Hardware, runtimes: tuple[str, ...], profile: str) -> None:
     from magicpig_cli.cli.config_file import config_path
     from magicpig_cli.ui import console
     from magicpig_cli.units import format_bytes
@@ -108,6 +113,7 @@ def _print_page(machine: Hardware, runtimes: tuple[str, ...]) -> None:
         *([("GPU", "none that torch can use")] if not machine.gpus else []),
         *(_speeds(machine.speeds) if machine.speeds is not None else [("speeds", "no memory to measure them in")]),
         ("OpenMP", ", ".join(runtimes) + (" (more than one: they compete for cores)" if len(runtimes) > 1 else "")),
+        ("profile", profile),
         ("config", f"{config}{'' if config.exists() else ' (not there)'}"),
         ("Hub cache", f"{hub['cache']}, token {'present' if hub['token'] else 'not set'}"),
     ]
