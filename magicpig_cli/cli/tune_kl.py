@@ -163,21 +163,17 @@ def _follow(work: Generator[Working | Notice, None, Tuned], quiet: bool) -> Tune
     from magicpig_cli.tuning.tune import Working
     from magicpig_cli.ui import console
 
-    notices = []
     with console.Track("tuning", quiet=quiet) as progress:
         while True:
             try:
                 event = next(work)
             except StopIteration as end:
                 tuned: Tuned = end.value
-                break
+                return tuned
             if isinstance(event, Working):
                 progress.update(event.done, event.total, event.what)
             else:
-                notices.append(event.text)
-    for notice in notices:
-        console.detail(notice)
-    return tuned
+                progress.note(event.text)
 
 
 def _save(engine: Engine, tuned: Tuned, base: Profile, machine: Hardware, name: str) -> Path:

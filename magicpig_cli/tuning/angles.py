@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from magicpig_cli.attention.estimator import (
-    CELLS,
     Floats,
     collision_probability,
     half_angle_grid,
@@ -23,7 +22,10 @@ from magicpig_cli.attention.estimator import (
 )
 from magicpig_cli.tuning.capture import Capture, Layer
 
-_THETA = half_angle_grid()  # of the nodes
+# Between nodes. (1 − u)/u bends more than the kernels' −ln u, most where a key is far from the query: the predicted
+# error over keys of a random model was off by 2e-4 with 4,096 cells and is by 1e-5 with these at K = 16, by 6e-7 at 10.
+CELLS = 16_384
+_THETA = half_angle_grid(CELLS)  # of the nodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class CostModel:
         look_up_ns = L * speeds.visit_ns + curve.visited(angles) * speeds.count_ns
         retrieve_s = heads * look_up_ns * 1e-9 / min(speeds.threads, heads)
         attend_s = self.kv_heads * self._union(curve.ratio(angles)) * self.row_bytes / speeds.gather_bytes_s
-        return 1e3 * (hash_s + retrieve_s + attend_s)
+        return float(1e3 * (hash_s + retrieve_s + attend_s))
 
     def _union(self, ratio: float) -> float:
         """Rows that any of a group's heads samples, as if they sampled independently of each other."""
