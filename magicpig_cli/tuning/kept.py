@@ -14,12 +14,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import platformdirs
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from magicpig_cli.attention.base import LogitRule
 from magicpig_cli.engine.engine import Engine
+from magicpig_cli.model.loader import cache_folder
 from magicpig_cli.tuning.capture import Capture, depths
 
 KEPT_BYTES = 8 << 30  # of all captures together
@@ -30,7 +30,7 @@ _SAMPLED_VALUES = 64  # of each tensor's beginning and end, for the fingerprint 
 
 def folder() -> Path:
     """Where captures are."""
-    return platformdirs.user_cache_path("magicpig-cli") / "captures"
+    return cache_folder() / "captures"
 
 
 def capture_key(engine: Engine, ids: list[int], steps: int) -> str:

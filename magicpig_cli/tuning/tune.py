@@ -49,6 +49,7 @@ class Measured:
 
     quality: Quality
     ms: float
+    exact: ExactStep  # of the same model, taking turns with these steps
 
 
 Key = tuple[int, int, tuple[int, ...]]  # K, L, dense layers
@@ -75,10 +76,14 @@ class Tuned:
     layers: Mapping[int, LayerQuality]  # of the chosen pair; also of layers that became dense, where measured
     held_out: Quality
     held_out_layers: Mapping[int, LayerQuality]
-    exact_ms: float  # of a step that samples nothing
     expected_to_meet: bool  # whether the chosen pair met the target on the tuning text, with room for other text
     texts: Texts
     lengths: tuple[int, ...]  # tokens at which queries were taken
+
+    @property
+    def exact_ms(self) -> float:
+        """Of a step that samples nothing, measured beside the chosen pair's."""
+        return self.measured[key_of(self.chosen)].exact.wall_ms
 
     @property
     def met(self) -> bool:
@@ -111,7 +116,7 @@ def tune(
     return Tuned(
         goal, context, chosen, tuple(verified), candidates, tuple(pareto(candidates)), trial.measured,
         trial.calibration(verified), trial.search.measured[chosen.size], Quality.of(held_out.values()), held_out,
-        trial.exact.wall_ms, trial.search.meets(chosen), texts, lengths,
+        trial.search.meets(chosen), texts, lengths,
     )  # fmt: skip
 
 
@@ -151,7 +156,7 @@ def _predict(
         engine.plan, context, goal, angles, CostModel.of(engine.plan, speeds, material.offloaded[-1], exact)
     )  # fmt: skip
     search.predict(grid)
-    return Trial(engine, material, search, exact)
+    return Trial(engine, material, search)
 
 
 def _replayed(
@@ -170,7 +175,6 @@ class Trial:
     engine: Engine
     capture: Capture
     search: Search
-    exact: ExactStep
     measured: dict[Key, Measured] = field(default_factory=dict)
 
     def choose(self) -> Generator[Working | Notice, None, list[Candidate]]:
@@ -200,16 +204,17 @@ class Trial:
         replay = Replay(self.capture, self.engine.plan, device, seed)
         yield from _replayed(replay, candidate, [n for n in layers if n not in done], done, "real tables")
         plan = sampling_plan(self.engine.plan, candidate.K, candidate.L, candidate.dense_layers)
-        ms = time_steps(self.engine, self.capture, plan, seed)
+        timed = time_steps(self.engine, self.capture, plan, seed)
         quality = Quality.of(done[layer] for layer in candidate.sampled_layers)
-        self.measured[key_of(candidate)] = Measured(quality, ms)
+        self.measured[key_of(candidate)] = Measured(quality, timed.sampled_ms, timed.exact)
 
     def _learn(self, first: Candidate) -> None:
         """What a sampled layer takes beside the work that is counted, and how far text may differ from text."""
         search, measured = self.search, self.measured[key_of(first)]
         angles = {layer: search.angles[layer][-1] for layer in first.sampled_layers}
         dense = self.engine.shape.layers - len(angles)
-        search.correct_cost(search.cost.with_overhead(measured.ms, first.K, first.L, angles, dense))
+        cost = CostModel.of(self.engine.plan, search.cost.speeds, search.cost.offloaded, measured.exact)
+        search.correct_cost(cost.with_overhead(measured.ms, first.K, first.L, angles, dense))
         quality = measured.quality
         search.room = 1 + _ROOM * search.goal.value(quality.error_deviation, quality.ratio_deviation)
 

@@ -68,7 +68,9 @@ def test_the_same_seed_gives_the_same_bits(engine, captured):
 def test_timed_steps_leave_the_capture_as_it_was(engine, captured):
     before = [captured.layer(n).rows.clone() for n in captured.queries]
     ids = list(captured.sequence.ids)
-    assert time_steps(engine, captured, sampling_plan(engine.plan, 6, 40, (0,)), 0) > 0
+    timed = time_steps(engine, captured, sampling_plan(engine.plan, 6, 40, (0,)), 0)
+    assert timed.sampled_ms > 0
+    assert timed.exact.wall_ms > timed.exact.attention_ms > 0
     assert captured.sequence.ids == ids
     assert all(layer.index is None for layer in captured.sequence.layers)
     for number, rows in zip(captured.queries, before, strict=True):
