@@ -151,6 +151,7 @@ def _predict(
     for done, layer in enumerate(layers):
         yield Working("predicting", done, len(layers))
         angles[layer] = measure_angles(material, material.layer(layer))
+    yield Working("timing exact steps", 0, 0)
     exact = baseline(engine, material, TIMED_STEPS)
     search = Search(
         engine.plan, context, goal, angles, CostModel.of(engine.plan, speeds, material.offloaded[-1], exact)
@@ -204,6 +205,7 @@ class Trial:
         replay = Replay(self.capture, self.engine.plan, device, seed)
         yield from _replayed(replay, candidate, [n for n in layers if n not in done], done, "real tables")
         plan = sampling_plan(self.engine.plan, candidate.K, candidate.L, candidate.dense_layers)
+        yield Working(f"timing steps (K={candidate.K} L={candidate.L})", 0, 0)
         timed = time_steps(self.engine, self.capture, plan, seed)
         quality = Quality.of(done[layer] for layer in candidate.sampled_layers)
         self.measured[key_of(candidate)] = Measured(quality, timed.sampled_ms, timed.exact)

@@ -1,4 +1,4 @@
-"""`magicpig tune-kl` on the demo model as the roadmap states it: predicted against real tables, and text not tuned on."""
+"""`magicpig tune-kl` on the demo model as the roadmap states it: predictions, real tables, text not tuned on."""
 
 from __future__ import annotations
 
