@@ -24,6 +24,7 @@ from magicpig_cli.tuning.verify import LayerQuality, Quality
 from magicpig_cli.units import format_bytes
 
 MAX_DENSE_SHARE = 0.25  # of the layers that could be sampled
+SAME_TIME = 0.02  # relative; less is no more than steps differ from run to run, and tables may be half as large
 LEAST_MS = 1e-3  # what an exact layer is taken to cost more at least: on short contexts it may cost less
 Size = tuple[int, int]  # K, L
 
@@ -199,9 +200,18 @@ class Search:
         """Whether it is expected to, with room for other text."""
         return self.goal.value(candidate.expected_error, candidate.ratio) * self.room <= self.goal.target
 
-    def rank(self, candidate: Candidate) -> tuple[float, ...]:
+    def ranked(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         """Best first: the fastest that meets a target error, the most accurate that meets a target ratio; else the
-        closest to the target."""
+        closest to the target. Of those that are as fast as the fastest, up to SAME_TIME, the smallest comes first."""
+        ordered = sorted(candidates, key=self._rank)
+        if self.goal.error is None or not ordered or not self.meets(ordered[0]):
+            return ordered
+        limit = ordered[0].ms * (1 + SAME_TIME)
+        as_fast = [candidate for candidate in ordered if self.meets(candidate) and candidate.ms <= limit]
+        slower = [candidate for candidate in ordered if candidate not in as_fast]
+        return sorted(as_fast, key=lambda candidate: (candidate.index_bytes, candidate.ms)) + slower
+
+    def _rank(self, candidate: Candidate) -> tuple[float, ...]:
         met = self.meets(candidate)
         value = self.goal.value(candidate.expected_error, candidate.ratio)
         if self.goal.error is not None:
@@ -210,15 +220,15 @@ class Search:
 
     def best(self, candidates: Iterable[Candidate], count: int) -> list[Candidate]:
         """The best of the Pareto front, of different K as far as there are: neighbours in L tell little more."""
-        ranked = sorted(candidates, key=self.rank)
+        ranked = self.ranked(candidates)
         front = {candidate.size for candidate in pareto(ranked)}
         ranked.sort(key=lambda candidate: candidate.size not in front)
         firsts: dict[int, Candidate] = {}
         for candidate in ranked:
             firsts.setdefault(candidate.K, candidate)
-        chosen = sorted(firsts.values(), key=self.rank)[:count]
+        chosen = self.ranked(firsts.values())[:count]
         others = [candidate for candidate in ranked if candidate not in chosen]
-        return sorted(chosen + others[: count - len(chosen)], key=self.rank)
+        return self.ranked(chosen + others[: count - len(chosen)])
 
     def quality(self, candidate: Candidate) -> Quality | None:
         """As measured; None unless all of its sampled layers were."""

@@ -24,7 +24,7 @@ from magicpig_cli.units import format_bytes
 
 VERIFIED = 3  # candidates that are reported with measured figures
 _ROUNDS = 3  # of choosing again after what was measured
-_ROOM = 2.0  # standard errors that the tuning text must stay below the target by, for other text to meet it
+_ROOM = 3.0  # standard errors that the tuning text must stay below the target by, for other text to meet it
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def tune(
     replay = Replay(other, engine.plan, engine.runner.model.device, engine.settings.attention.hash_seed)
     held_out: dict[int, LayerQuality] = {}
     yield from _replayed(replay, chosen, chosen.sampled_layers, held_out, "checking on the other text")
-    candidates = tuple(sorted(trial.search.candidates(), key=trial.search.rank))
+    candidates = tuple(trial.search.ranked(trial.search.candidates()))
     return Tuned(
         goal, context, chosen, tuple(verified), candidates, tuple(pareto(candidates)), trial.measured,
         trial.calibration(verified), trial.search.measured[chosen.size], Quality.of(held_out.values()), held_out,
@@ -196,7 +196,7 @@ class Trial:
             for candidate in missing:
                 yield from self._measure(candidate, candidate.sampled_layers)
         known = [replace(c, expected_error=self.measured[key_of(c)].quality.error) for c in best]
-        return sorted(known, key=search.rank)
+        return search.ranked(known)
 
     def _measure(self, candidate: Candidate, layers: SequenceOf[int]) -> Work:
         """Real tables for layers that have not had these yet, and real steps."""

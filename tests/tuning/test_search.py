@@ -96,20 +96,27 @@ def test_more_tables_cost_more_and_err_less(make_search):
 def test_the_fastest_that_meets_a_target_error_is_best(make_search):
     search = make_search(error=0.3)
     fast, faster, accurate = candidate(0.2, 5, 9), candidate(0.31, 3, 9), candidate(0.1, 7, 9)
-    assert sorted([accurate, faster, fast], key=search.rank) == [fast, accurate, faster]
+    assert search.ranked([accurate, faster, fast]) == [fast, accurate, faster]
     search.room = 1.6  # 0.2 · 1.6 is too much
-    assert sorted([fast, faster, accurate], key=search.rank) == [accurate, fast, faster]
+    assert search.ranked([fast, faster, accurate]) == [accurate, fast, faster]
+
+
+def test_of_those_as_fast_as_the_fastest_the_smallest_is_best(make_search):
+    search = make_search(error=0.3)
+    fastest, smaller = candidate(0.2, 100, 900), candidate(0.25, 101.9, 300)
+    smallest, missing = candidate(0.2, 102.1, 200), candidate(0.4, 101, 100)
+    assert search.ranked([smallest, missing, fastest, smaller]) == [smaller, fastest, smallest, missing]
 
 
 def test_the_most_accurate_that_meets_a_target_ratio_is_best(make_search):
     search = make_search(ratio=0.05)
     many, few, fewer = (candidate(e, 5, 9, ratio=r) for e, r in ((0.1, 0.06), (0.2, 0.04), (0.3, 0.01)))
-    assert sorted([fewer, many, few], key=search.rank) == [few, fewer, many]
+    assert search.ranked([fewer, many, few]) == [few, fewer, many]
 
 
 def test_the_best_are_of_different_K_as_far_as_there_are(make_search):
     search = make_search(error=0.3)
-    pairs = [candidate(0.1 + n / 100, 5 + n / 10, 9 - n, K=K, L=n) for n, K in enumerate((8, 8, 9, 8, 10))]
+    pairs = [candidate(0.1 + n / 100, 5 + n, 9 - n, K=K, L=n) for n, K in enumerate((8, 8, 9, 8, 10))]
     assert [c.K for c in search.best(pairs, 3)] == [8, 9, 10]
     assert [c.L for c in search.best(pairs[:2], 3)] == [0, 1]
 
