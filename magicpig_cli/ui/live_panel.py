@@ -247,7 +247,7 @@ def _stacked(shares: dict[str, float], cells: int, look: Look) -> Text:
 def _layers(state: LiveState, look: Look) -> list[_Part]:
     ratio = state.sampled_ratio
     if ratio is None:
-        return [_fixed(0, "exact attention" if state.steps else "sampled", "dim")]
+        return [_fixed(0, "no key sampled: exact attention" if state.steps else "sampled", "dim")]
     ratios = state.layer_ratios()
     top = max((r for r in ratios if r is not None), default=0.0)
     kinds = [kind for kind in ("dense", "window") if kind in state.setup.layers]
