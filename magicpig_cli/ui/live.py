@@ -5,7 +5,7 @@
             view.show(event)
 
 It is drawn between the engine's events, at most REFRESHES_PER_S times a second; there is no thread, so nothing is
-drawn while a step is timed.
+drawn while a step is timed (scripts/bench_live.py measures what it costs).
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from magicpig_cli.ui.screen import Frame
 
 _EVERY_S = 1 / console.REFRESHES_PER_S
+_SHARE = 0.005  # of the time is spent on drawing at most: a machine on which a frame takes longer sees fewer of them,
+_RARELY_S = 1.0  # but one a second
 _SPARE_ROWS = 3  # of the terminal that stay for the text
 
 
@@ -130,7 +132,7 @@ class PanelView(View):
         self._ends_with_reading = ends_with_reading
         self._out = sys.stderr
         self._below = Below(self._out, _frame_maker(state, self._out))
-        self._drawn_at = -_EVERY_S
+        self._due_at = 0.0
         self._busy = False
         self._open = False
         self._ending = contextlib.ExitStack()
@@ -151,10 +153,10 @@ class PanelView(View):
                 self.close()
         if work is not None:
             self.state.work = work
-        now = time.monotonic()
-        if self._open and now - self._drawn_at >= _EVERY_S:
-            self._drawn_at = now
+        if self._open and (now := time.monotonic()) >= self._due_at:
             self._draw()
+            took = time.monotonic() - now
+            self._due_at = now + max(_EVERY_S, min(took / _SHARE, _RARELY_S))
 
     def forget_steps(self) -> None:
         self.state.forget_steps()
@@ -205,7 +207,8 @@ class PanelView(View):
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)  # stands still here until it is continued
         signal.signal(number, self._on_stop)
-        self._drawn_at = -_EVERY_S
+        self._below.begin_line()
+        self._due_at = 0.0
 
 
 class _Notices(io.TextIOBase):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from rich import box
 from rich.console import Group
@@ -263,16 +264,17 @@ def _layer_cells(state: LiveState, ratios: list[float | None], top: float, cells
     """A cell per layer, as high as its ratio of `top`; with less room than layers, a cell is the mean of neighbours."""
     kinds = state.setup.layers
     count = min(cells, len(kinds))
-    text = Text()
+    marks: list[tuple[str, str]] = []  # (mark, style)
     for cell in range(count):
         here = range(cell * len(kinds) // count, (cell + 1) * len(kinds) // count)
         known = [ratio for layer in here if (ratio := ratios[layer]) is not None]
+        kind = kinds[here[0]]
         if known:
-            text.append(_level(sum(known) / len(known), top, look), "green")
+            marks.append((_level(sum(known) / len(known), top, look), "green"))
         else:
-            kind = kinds[here[0]]
-            text.append("." if kind == "sampled" else kind[0], "dim")
-    return text
+            marks.append(("." if kind == "sampled" else kind[0], "dim"))
+    runs = ((style, "".join(mark for mark, _ in run)) for style, run in groupby(marks, key=lambda mark: mark[1]))
+    return Text.assemble(*((run, style) for style, run in runs))
 
 
 def _memory(state: LiveState, look: Look) -> list[_Part]:

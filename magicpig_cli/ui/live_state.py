@@ -1,13 +1,13 @@
 """What the live view knows: the engine's events, kept small. Nothing here draws (`live_panel`) or reads a clock.
 
 Memory is bounded: the last TIMED_STEPS durations, the last RECENT_STEPS steps, one entry per running sequence. An event
-costs the same however long the run is; sums are made when somebody looks, a few times a second.
+costs the same however long the run is; most sums are made when somebody looks, a few times a second.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -88,13 +88,14 @@ class LiveState:
     slots: dict[str, Slot] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)  # as Engine.memory
     wall_ms: deque[float] = field(default_factory=lambda: deque(maxlen=TIMED_STEPS))
-    steps: deque[StepStats] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    steps: deque[StepStats] = field(default_factory=deque)  # the recent ones
+    _sampled: Counter[int] = field(default_factory=Counter)  # layer → keys, over `steps`
+    _offloaded: Counter[int] = field(default_factory=Counter)
 
     def update(self, event: Event) -> None:
         """Take in what the engine has just said."""
         if isinstance(event, StepStats):
-            self.wall_ms.append(event.wall_ms)
-            self.steps.append(event)
+            self._step(event)
         elif isinstance(event, TokenEvent):
             self._slot(event.key).generated += 1
         elif isinstance(event, PrefillProgress):
@@ -106,6 +107,18 @@ class LiveState:
         """What follows is not to be mixed with what was measured so far (another mode of a bench)."""
         self.wall_ms.clear()
         self.steps.clear()
+        self._sampled.clear()
+        self._offloaded.clear()
+
+    def _step(self, step: StepStats) -> None:
+        self.wall_ms.append(step.wall_ms)
+        self.steps.append(step)
+        self._sampled.update(step.sampled)
+        self._offloaded.update(step.offloaded)
+        if len(self.steps) > RECENT_STEPS:
+            oldest = self.steps.popleft()
+            self._sampled.subtract(oldest.sampled)
+            self._offloaded.subtract(oldest.offloaded)
 
     def _slot(self, key: str) -> Slot:
         slot = self.slots.get(key)
@@ -146,18 +159,14 @@ class LiveState:
 
     def layer_ratios(self) -> list[float | None]:
         """Σ sampled / Σ offloaded keys of each layer over the recent steps; None where it did not sample."""
-        sampled, offloaded = [0] * len(self.setup.layers), [0] * len(self.setup.layers)
-        for step in self.steps:
-            for layer, count in step.offloaded.items():
-                offloaded[layer] += count
-                sampled[layer] += step.sampled.get(layer, 0)
-        return [kept / of if of else None for kept, of in zip(sampled, offloaded, strict=True)]
+        layers = range(len(self.setup.layers))
+        return [self._sampled[layer] / self._offloaded[layer] if self._offloaded[layer] else None for layer in layers]
 
     @property
     def sampled_ratio(self) -> float | None:
         """The same over all layers; None with exact attention."""
-        offloaded = sum(sum(step.offloaded.values()) for step in self.steps)
-        return sum(sum(step.sampled.values()) for step in self.steps) / offloaded if offloaded else None
+        offloaded = sum(self._offloaded.values())
+        return sum(self._sampled.values()) / offloaded if offloaded else None
 
 
 def _percentile(ordered: list[float], percent: float) -> float:

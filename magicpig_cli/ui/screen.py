@@ -52,6 +52,10 @@ class Columns:
         _, newline, last = text.rpartition("\n")
         self._line = cell_len(last) + (0 if newline else self._line)
 
+    def begin_line(self) -> None:
+        """Something else has moved the cursor to the start of a line."""
+        self._line, self._possible = 0, {0}
+
     def resize(self, width: int) -> None:
         """The terminal has another width now."""
         wrapped = self._line % width or (width if self._line else 0)
@@ -124,6 +128,10 @@ class Below:
         self._send(_BEGIN + _ERASE_BELOW + ("\n" if self._columns.in_a_line else ""))
         self._put(line + "\n", into)
         self._send((self._placed() if self.shown else "") + _END)
+
+    def begin_line(self) -> None:
+        """The text goes on at the start of a line: somebody else has used the terminal."""
+        self._columns.begin_line()
 
     def erase(self) -> None:
         """Remove the rows; the cursor stays where the text ends."""
