@@ -2,8 +2,9 @@
 
     python scripts/bench_live.py --json
 
-`share` is the time spent in the view of all decode time; `ratio` is decode time with over without, the median over
-pairs of answers: it also holds what the view does to caches. One JSON line at the end.
+`share` is the time spent in the view of all decode time, `share_without` what writing the text alone takes of it;
+`ratio` is decode time with over without, the median over pairs of answers, and `step_ratio` the same of the steps' own
+times, which bench reports: what the view does to caches. With --json one JSON line.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ COLUMNS, LINES = 100, 30
 
 @dataclass
 class Answer:
-    """Decode time of one answer, first token to end, and how much of it was spent in the view."""
+    """Decode time of one answer, first token to end, how much of it was spent in the view, and its steps' times."""
 
     decode_s: float
     view_s: float
     tokens: int
+    step_ms: float  # median
 
 
 @contextlib.contextmanager
@@ -56,10 +58,11 @@ def terminal() -> Iterator[None]:
 
 def answer(engine, request, *, live: bool) -> Answer:
     """Run one request as `chat` does."""
-    from magicpig_cli.events import Finished, TokenEvent
+    from magicpig_cli.events import Finished, StepStats, TokenEvent
     from magicpig_cli.ui.live import open_view
 
     began, view_s, tokens = 0.0, 0.0, 0
+    steps_ms: list[float] = []
     view = open_view(engine, wanted=live, quiet=False, what="reading the prompt", unit="tok", text_shown=True)
     with view:
         for event in engine.generate([request]):
@@ -70,12 +73,14 @@ def answer(engine, request, *, live: bool) -> Answer:
                 tokens += 1
             elif isinstance(event, Finished):
                 view.write(event.tail + "\n")
+            elif isinstance(event, StepStats):
+                steps_ms.append(event.wall_ms)
             after = time.perf_counter()
             if began:
                 view_s += after - before
             elif tokens:
                 began = after
-    return Answer(time.perf_counter() - began, view_s, tokens)
+    return Answer(time.perf_counter() - began, view_s, tokens, statistics.median(steps_ms))
 
 
 def measure(context: int, tokens: int, pairs: int, attention: str) -> dict[str, object]:
@@ -101,6 +106,9 @@ def measure(context: int, tokens: int, pairs: int, attention: str) -> dict[str, 
         "tokens": sum(a.tokens for a in answers[True]),
         "ms_per_token": {"with": statistics.median(ms[True]), "without": statistics.median(ms[False])},
         "ratio": statistics.median(a / b for a, b in zip(ms[True], ms[False], strict=True)),
+        "step_ratio": statistics.median(
+            a.step_ms / b.step_ms for a, b in zip(answers[True], answers[False], strict=True)
+        ),
         "share": sum(a.view_s for a in answers[True]) / sum(a.decode_s for a in answers[True]),
         "share_without": sum(a.view_s for a in answers[False]) / sum(a.decode_s for a in answers[False]),
     }

@@ -20,9 +20,12 @@ from rich.cells import cell_len, get_character_cell_size
 
 _BEGIN = "\x1b[?2026h\x1b[?25l"  # terminals that know 2026 show nothing until the end of it; no cursor that runs about
 _END = "\x1b[?25h\x1b[?2026l"
-_ERASE_BELOW, _ERASE_RIGHT = "\x1b[J", "\x1b[K"
+_ERASE_RIGHT, _ERASE_REST = "\x1b[K", "\x1b[J"
 _SAVE, _RESTORE = "\x1b7", "\x1b8"
+_CUT, _WRAP = "\x1b[?7l", "\x1b[?7h"  # what becomes of a row that is too long
 _DOWN = "\x1bD"  # one row down in the same column; scrolls at the bottom
+# Everything after the cursor. Not at once: from the top left corner, tmux moves what is erased into its history.
+_ERASE_BELOW = f"{_DOWN}\x1b[A{_SAVE}{_ERASE_RIGHT}\x1b[B\r{_ERASE_REST}{_RESTORE}"
 _TAB = 8
 
 Frame = Callable[[int, int], list[str]]  # (columns, rows) of the terminal → rows to show, each narrower than that
@@ -152,13 +155,16 @@ class Below:
         self._columns.write(text)
 
     def _placed(self) -> str:
-        """Make room, then each row over what stands there: nothing is blank in between."""
+        """Make room, then each row over what stands there: nothing is blank in between.
+
+        Rows may be too long: a terminal can be narrower than it says (tmux tells a quarter of a second late).
+        """
         count = len(self._rows)
         if not count:
             return _ERASE_BELOW
         room = _DOWN * count + f"\x1b[{count}A"
         rows = "".join(f"\r\n{row}{_ERASE_RIGHT}" for row in self._rows)
-        return room + _SAVE + _ERASE_RIGHT + rows + _ERASE_BELOW + _RESTORE
+        return room + _SAVE + _ERASE_RIGHT + _CUT + rows + _ERASE_REST + _WRAP + _RESTORE
 
     def _send(self, codes: str) -> None:
         self._out.write(codes)
