@@ -157,7 +157,7 @@ class Below:
     def _placed(self) -> str:
         """Make room, then each row over what stands there: nothing is blank in between.
 
-        Rows may be too long: a terminal can be narrower than it says (tmux tells a quarter of a second late).
+        Rows may be too long: the terminal can get narrower between the look at its size and what is written.
         """
         count = len(self._rows)
         if not count:

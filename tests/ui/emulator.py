@@ -52,7 +52,7 @@ class Emulator:
         )  # fmt: skip
 
     def resize(self, columns: int, lines: int) -> None:
-        """Another size. Some terminals take it on before they tell: `take_size`, then `tell_size`."""
+        """Another size. A terminal takes it on before it tells: `take_size`, then `tell_size`."""
         self.take_size(columns, lines)
         self.tell_size(columns, lines)
 
