@@ -32,6 +32,18 @@ class BenchRequest:
     fill: str = "auto"
 
 
+@dataclass(frozen=True, slots=True)
+class BenchStep:
+    """One measured step: of which context and batch size, which mode, and which of how many repetitions (from 1)."""
+
+    context: int
+    batch: int
+    mode: str
+    rep: int
+    reps: int
+    stats: StepStats
+
+
 @dataclass
 class _Samples:
     """Everything measured of one mode at one context and batch size."""
@@ -41,8 +53,8 @@ class _Samples:
     memory: dict[str, int] = field(default_factory=dict)
 
 
-def run_bench(engine: Engine, request: BenchRequest) -> Iterator[BenchProgress | Row]:
-    """Yields progress, and for each (context, batch size, mode) a dict: a row of CLI.md's bench JSON."""
+def run_bench(engine: Engine, request: BenchRequest) -> Iterator[BenchProgress | BenchStep | Row]:
+    """Yields progress, measured steps, and a row for each (context, batch size, mode), as in CLI.md's bench JSON."""
     for context in request.contexts:
         first = engine.new_sequence()
         filled = yield from fill(engine, first, context - request.gen_tokens, request.fill)
@@ -51,14 +63,14 @@ def run_bench(engine: Engine, request: BenchRequest) -> Iterator[BenchProgress |
             while len(sequences) < batch:
                 sequences.append(duplicate(engine, first))
             samples = {mode: _Samples() for mode in request.modes}
-            yield from _measure(engine, request, sequences[:batch], samples)
+            yield from _measure(engine, request, context, sequences[:batch], samples)
             yield from _rows(engine, context, batch, filled, samples)
         del first, sequences  # before the next context is filled
 
 
 def _measure(
-    engine: Engine, request: BenchRequest, sequences: list[Sequence], samples: dict[str, _Samples]
-) -> Iterator[BenchProgress]:
+    engine: Engine, request: BenchRequest, context: int, sequences: list[Sequence], samples: dict[str, _Samples]
+) -> Iterator[BenchProgress | BenchStep]:
     """Warm up, then repetitions with the modes taking turns; every one starts from the same fill."""
     length = sequences[0].length
     for _ in range(request.warmup):
@@ -68,7 +80,9 @@ def _measure(
     for rep in range(request.reps):
         for number, (mode, sample) in enumerate(samples.items()):
             yield BenchProgress("measuring", rep * len(samples) + number, request.reps * len(samples))
-            sample.steps += [step.stats for step in _generate(engine, sequences, mode, request.gen_tokens)]
+            for step in _generate(engine, sequences, mode, request.gen_tokens):
+                sample.steps.append(step.stats)
+                yield BenchStep(context, len(sequences), mode, rep + 1, request.reps, step.stats)
             sample.memory = engine.memory()
             _rewind(sequences, length)
     for mode, sample in samples.items():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from magicpig_cli.cli.options import Quiet, command_options
+from magicpig_cli.cli.options import NoLive, Quiet, command_options
 from magicpig_cli.config import Settings
 from magicpig_cli.errors import ContextError, MemoryBudgetError, UsageError
 from magicpig_cli.units import format_bytes, parse_token_list
@@ -37,6 +37,7 @@ def bench(
     output_format: Annotated[str, typer.Option(metavar="|".join(_FORMATS), help="What is printed.")] = "table",
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write there instead of stdout.")] = None,
     quiet: Quiet = False,
+    no_live: NoLive = False,
 ) -> None:
     """Measure decode speed with sampled and exact attention, in one run."""
     _want_one_of("--output-format", output_format, _FORMATS)
@@ -65,7 +66,8 @@ def bench(
     )
     engine = load_engine(settings, quiet=quiet)
     _check_room(engine, request)
-    text = _report(engine, request, output_format if output_format != "table" or output is None else "md", quiet)
+    chosen = output_format if output_format != "table" or output is None else "md"
+    text = _report(engine, request, chosen, quiet, live=not no_live)
     if output is not None:
         output.write_text(text, encoding="utf-8")
     elif text:
@@ -135,13 +137,13 @@ def _check_room(engine: Engine, request: BenchRequest) -> None:
         )
 
 
-def _report(engine: Engine, request: BenchRequest, output_format: str, quiet: bool) -> str:
+def _report(engine: Engine, request: BenchRequest, output_format: str, quiet: bool, live: bool) -> str:
     """Run, and return the document; a table is printed at the end instead and "" returned."""
     from magicpig_cli import hardware
     from magicpig_cli.bench import report
 
     about = report.meta(engine, hardware.probe())
-    rows = _run(engine, request, quiet)
+    rows = _run(engine, request, quiet, live)
     if output_format != "table":
         writers = {"md": report.as_markdown, "csv": report.as_csv, "json": report.as_json, "jsonl": report.as_jsonl}
         return writers[output_format](about, rows)
@@ -158,15 +160,19 @@ def _report(engine: Engine, request: BenchRequest, output_format: str, quiet: bo
     return ""
 
 
-def _run(engine: Engine, request: BenchRequest, quiet: bool) -> list[dict[str, Any]]:
+def _run(engine: Engine, request: BenchRequest, quiet: bool, live: bool) -> list[dict[str, Any]]:
+    """Measure, and show how far it is. The view is drawn between steps, which are timed inside the engine."""
     from magicpig_cli.bench.measure import run_bench
-    from magicpig_cli.ui import console
+    from magicpig_cli.ui.bench_progress import BenchView
+    from magicpig_cli.ui.live import open_view
 
     rows: list[dict[str, Any]] = []
-    with console.Track("filling the context", quiet=quiet) as progress:
+    slots = max(request.batch_sizes)
+    with open_view(engine, wanted=live, quiet=quiet, what="filling the context", slots=slots) as view:
+        progress = BenchView(view)
         for update in run_bench(engine, request):
             if isinstance(update, dict):
                 rows.append(update)
             else:
-                progress.update(update.done, update.total, update.what)
+                progress.show(update)
     return rows
