@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from magicpig_cli.bench.intervals import Estimate, Timings, mean, median, ratio
+from magicpig_cli.bench.intervals import Estimate, Timings, mean, median, ratio, relative_ratio
 from magicpig_cli.errors import UsageError
 from magicpig_cli.units import format_tokens
 
@@ -63,8 +63,10 @@ class Comparison:
     def notes(self) -> list[str]:
         """What a reader of the table must know besides."""
         found = [f"{name}: {_shown(old)} → {_shown(new)}" for name, (old, new) in self.differs.items()]
-        found += [f"{label(at)}: only in {self.path}" for at in self.only_old]
-        found += [f"{label(at)}: not in {self.path}" for at in self.only_new]
+        if self.only_old:
+            found.append(f"only in {self.path}: {'; '.join(map(label, self.only_old))}")
+        if self.only_new:
+            found.append(f"not in {self.path}: {'; '.join(map(label, self.only_new))}")
         for at, row in self.rows.items():
             found += [
                 f"{label(at)}: {name} {_shown(old)} → {_shown(new)}" for name, (old, new) in row["differs"].items()
@@ -176,7 +178,7 @@ def _beside(old_rows: Mapping[Key, Row], new_rows: Mapping[Key, Row], at: Key) -
     old_times, new_times = _timings(old), _timings(new)
     p50 = tokens = None
     if old_times and new_times:
-        p50, tokens = (ratio([old_times], [new_times], statistic) for statistic in (median, mean))
+        p50, tokens = (ratio(old_times, new_times, statistic) for statistic in (median, mean))
     by_repetition = bool(old_times and new_times and old_times.by_repetition and new_times.by_repetition)
     return {
         "tpot_ms": _figure(old["tpot_ms"]["p50"], new["tpot_ms"]["p50"], p50),
@@ -197,9 +199,13 @@ def _timings(row: Row) -> Timings | None:
 
 
 def _figure(old: float, new: float, estimate: Estimate | None, inverse: bool = False) -> Row:
-    """Both values, and the ratio that is above 1 where this run is faster."""
-    plain = new / old if inverse else old / new
-    return {"old": old, "new": new, "ratio": plain, "ci95": None if estimate is None else estimate.as_json()["ci95"]}
+    """Both values, and the ratio that is above 1 where this run is faster.
+
+    With an interval the ratio is of the figures by repetition, which may differ a little from that of the two values.
+    """
+    if estimate is None:
+        return {"old": old, "new": new, "ratio": new / old if inverse else old / new, "ci95": None}
+    return {"old": old, "new": new, "ratio": estimate.ratio, "ci95": [estimate.low, estimate.high]}
 
 
 def _vs_exact(old_rows: Mapping[Key, Row], new_rows: Mapping[Key, Row], at: Key) -> Row | None:
@@ -209,11 +215,9 @@ def _vs_exact(old_rows: Mapping[Key, Row], new_rows: Mapping[Key, Row], at: Key)
         return None
     pairs = [(rows[at], rows[control]) for rows in (old_rows, new_rows)]
     old, new = (exact["tpot_ms"]["p50"] / sampled["tpot_ms"]["p50"] for sampled, exact in pairs)
-    estimate = None
-    timings = [[_timings(sampled), _timings(exact)] for sampled, exact in pairs]
-    known = [[one for one in both if one is not None] for both in timings]
-    if all(len(both) == 2 and both[0].units == both[1].units for both in known):
-        estimate = ratio(known[0], known[1], median)
+    timings = [_timings(row) for pair in pairs for row in pair]
+    known = [one for one in timings if one is not None]
+    estimate = relative_ratio(known[0], known[1], known[2], known[3], median) if len(known) == len(timings) else None
     return _figure(old, new, estimate, inverse=True)
 
 
