@@ -103,24 +103,29 @@ def load(path: Path) -> Earlier:
 
 
 def _document(path: Path, text: str) -> tuple[dict[str, Any], list[Row]]:
-    lines = [line for line in text.splitlines() if line.strip()]
+    """Meta and rows; of several runs in one jsonl file the meta of the last."""
     try:
-        try:
-            documents = [json.loads(text)]
-        except json.JSONDecodeError:
-            documents = [json.loads(line) for line in lines]
+        documents = _parsed(text)
     except (ValueError, RecursionError):
         raise UsageError(f"--compare: {path} is neither json nor jsonl", hint=_HINT) from None
-    if len(documents) == 1 and isinstance(documents[0], dict) and isinstance(documents[0].get("rows"), list):
-        meta, rows = documents[0].get("meta"), documents[0]["rows"]
-    else:
-        meta, rows = documents[-1].get("meta") if documents and isinstance(documents[-1], dict) else None, documents
-    if not isinstance(meta, dict) or not rows:
+    whole = documents[0] if len(documents) == 1 else None
+    rows = whole["rows"] if isinstance(whole, dict) and isinstance(whole.get("rows"), list) else documents
+    last = rows[-1] if rows is documents and rows else whole
+    meta = last.get("meta") if isinstance(last, dict) else None
+    if not isinstance(meta, dict) or not any(isinstance(row, dict) and "mode" in row for row in rows):
         raise UsageError(f"--compare: {path} holds no bench rows", hint=_HINT)
     for number, row in enumerate(rows, 1):
         if missing := _wrong(row):
             raise UsageError(f"--compare: row {number} of {path} has no valid {missing}", hint=_HINT)
     return meta, rows
+
+
+def _parsed(text: str) -> list[Any]:
+    """One document however it is laid out, or one per line. Raises ValueError or RecursionError."""
+    try:
+        return [json.loads(text)]
+    except json.JSONDecodeError:
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
 def _wrong(row: Any) -> str | None:

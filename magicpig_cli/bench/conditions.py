@@ -132,9 +132,8 @@ class Conditions:
             found.append(f"a CPU quota (cgroup) held the program for {self.quota_s / self.wall_s:.1%} of the time")
         others = self.others_s / self.wall_s
         if others > max(0, self.cpus - threads) + OTHERS_LIMIT:
-            found.append(
-                f"other programs used {others:.1f} of {self.cpus} CPUs, and {threads} threads were at work here"
-            )
+            ours = "1 thread was" if threads == 1 else f"{threads} threads were"
+            found.append(f"other programs used {others:.1f} of {self.cpus} CPUs while {ours} at work here")
         return found
 
 

@@ -41,8 +41,8 @@ class Results:
     comparison: Comparison | None = None
 
     def warnings(self) -> list[str]:
-        """Of all rows, each with the row it is about."""
-        return [f"{label(key(row))}: {text}" for row in self.rows for text in row["warnings"]]
+        """One text for each row that has any."""
+        return [f"{label(key(row))}: {'; '.join(row['warnings'])}" for row in self.rows if row["warnings"]]
 
 
 def meta(engine: Engine, hardware: Hardware) -> dict[str, Any]:

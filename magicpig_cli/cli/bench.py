@@ -243,10 +243,10 @@ def _modes(text: str, no_baseline: bool) -> tuple[str, ...]:
     asked = {part.strip() for part in text.split(",") if part.strip()}
     for mode in sorted(asked):
         _want_one_of("--attention", mode, _MODES)
-    if not no_baseline:
-        asked.add("exact")
     if not asked:
         raise UsageError("--attention names no mode", hint="--attention lsh,exact")
+    if not no_baseline:
+        asked.add("exact")
     return tuple(mode for mode in _MODES if mode in asked)
 
 
