@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import stat
 from pathlib import Path
 
@@ -54,4 +55,5 @@ def _target(path: Path) -> tuple[Path, bool]:
 
 
 def _beside(target: Path) -> Path:
-    return target.with_name(f".magicpig-{os.getpid()}.new")
+    """A name that nobody else takes, nor a process that was killed has left: process numbers come again."""
+    return target.with_name(f".magicpig-{secrets.token_hex(6)}.new")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-CV_LIMIT = 0.05  # of the means of repetitions
+CV_LIMIT = 0.05  # of the means of repetitions: 0.5–0.8% on a steady machine, 6–13% with others on it now and then
 DRIFT_LIMIT = 0.05
 _DRIFT_FROM = 4  # repetitions: two at each end
 

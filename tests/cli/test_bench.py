@@ -217,10 +217,11 @@ def broken_at(monkeypatch, context: int, problem: BaseException) -> None:
     """Measuring raises at this context."""
     whole = measure._measure
 
-    def until(engine, request, sequences, samples):
+    def until(engine, request, *others):
+        sequences = next(part for part in others if isinstance(part, list))
         if sequences[0].length == context - request.gen_tokens:
             raise problem
-        yield from whole(engine, request, sequences, samples)
+        yield from whole(engine, request, *others)
 
     monkeypatch.setattr(measure, "_measure", until)
 
