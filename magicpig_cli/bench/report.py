@@ -26,6 +26,7 @@ COLUMNS = (
     "pp t/s", "tg t/s", "TTFT", "TPOT p50/p99", "RAM", "index", "vs exact", "attn err",
 )  # fmt: skip
 RUN_COLUMNS = ("model", "params", "dtype", "device", "isa", "thr")  # the same in all rows of a run
+BEYOND = "beyond the model's context: speed only"
 COMPARED_COLUMNS = (
     "ctx", "batch", "fill", "mode", "K", "L", "TPOT p50 old", "new", "old/new", "tg t/s old", "new", "new/old",
     "vs exact", "verdict",
@@ -87,7 +88,7 @@ def cells(meta: dict[str, Any], row: dict[str, Any]) -> list[str]:
     """One row in the order of COLUMNS, as text for people."""
     ratio, error, speedup = row["sampled_ratio"], row["attn_error"], row["speedup_vs_exact"]
     tpot = row["tpot_ms"]
-    fill = row["fill"] + (" (beyond the model's context: speed only)" if row["beyond_model_context"] else "")
+    fill = row["fill"] + (f" ({BEYOND})" if row["beyond_model_context"] else "")
     return [
         meta["model"], format_count(meta["params"]), meta["dtype"], meta["device"], meta["isa"], str(meta["threads"]),
         str(row["context"]), str(row["batch"]), fill, row["mode"],
