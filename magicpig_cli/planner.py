@@ -103,8 +103,11 @@ class Plan:
         return max(0, tokens - self.sink - self.local) // self.flush * self.flush
 
     def kv_bytes(self, tokens: int) -> int:
-        """Rows of the store of one sequence, all layers, whole blocks."""
-        blocks = -(-self.offloaded(tokens) // self.block_rows)
+        """Rows of the store of one sequence, all layers: whole blocks, and the next one from half of the last on."""
+        rows = self.offloaded(tokens)
+        blocks = -(-rows // self.block_rows)
+        if blocks and 2 * (blocks * self.block_rows - rows) <= self.block_rows:
+            blocks += 1
         return self._rows_bytes(blocks * self.block_rows, self.row_dtype)
 
     def window_bytes(self) -> int:

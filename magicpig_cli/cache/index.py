@@ -35,7 +35,8 @@ class IndexSizes:
     segment: int = kernels.MAX_SEGMENT_ROWS  # the longest that a prefill makes
     hashed: int = 4  # rows hashed per step: a tile of the hash kernel; fewer would not be cheaper
     sorted: int = 24  # ids per table and step, on average, that a segment in the making advances by
-    join_steps: int = 512  # but at least so fast that it is ready in so many steps
+    touch_steps: int = 64  # before, while its memory is touched beside: a fixed number, however long that takes
+    join_steps: int = 448  # but at least so fast that it is ready in so many further steps
 
     def __post_init__(self) -> None:
         if not 1 <= self.tail <= self.room <= min(2 * self.tail, kernels.MAX_TAIL_ROWS):
@@ -174,16 +175,20 @@ class LshIndex:
         rows = self._now.tail_rows
         self._join_first = self._first_of_a_size(self.segments, rows, self.sizes.joined)
         self._join_steps = 0
-        self._joining = self._new_segment(self.segments[self._join_first :], rows)
+        joining = self._new_segment(self.segments[self._join_first :], rows)
+        joining.prepare()
+        self._joining = joining
 
     def _due(self, joining: kernels.Joining) -> int:
         """Tables that should be made after so many steps: a function of the steps alone."""
         buckets = 1 << self._hasher.K
         cost = joining.n + 2 * buckets * (1 + len(joining.parts))  # of one table, in ids: a bucket costs about two
         pace = max(self.sizes.sorted, -(-cost // self.sizes.join_steps))
-        return min(joining.items, joining.items * pace * self._join_steps // cost)
+        return min(joining.items, joining.items * pace * max(0, self._join_steps - self.sizes.touch_steps) // cost)
 
     def _advance_join(self, tables: int) -> None:
+        if not tables:
+            return
         assert self._joining is not None
         joining, now = self._joining, self._now
         joining.advance(tables, self._tail_codes(now.tail_at), self._threads)

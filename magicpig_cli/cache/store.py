@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ import torch
 from magicpig_cli import kernels
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.quantize import quantize
+from magicpig_cli.kernels.memory import touch
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of rows that hold no scales
 
@@ -42,10 +44,12 @@ class RowStore:
         self.length = 0
         self._pool = pool
         self._blocks: list[torch.Tensor] = []
+        self._next: tuple[np.ndarray, Future[None]] | None = None  # the block that comes next, and when it is ready
 
     @property
     def nbytes(self) -> int:
-        return len(self._blocks) * self._pool.block_bytes
+        """Of all blocks, the one that is ready for further rows included."""
+        return (len(self._blocks) + (self._next is not None)) * self._pool.block_bytes
 
     def append(self, rows: torch.Tensor) -> None:
         """Copy rows [Hkv, T, 2, D] to the end: of the row type, or of any float type into an int8 store."""
@@ -56,13 +60,32 @@ class RowStore:
         while taken < count:
             index, offset = divmod(self.length, size)
             if index == len(self._blocks):
-                block = self._pool.take()
-                self._blocks.append(as_tensor(block))
-                self.table.append_block(block)
+                self._add_block()
             step = min(size - offset, count - taken)
             self._blocks[index][:, offset : offset + step] = rows[:, taken : taken + step]
             self.length += step
             taken += step
+        self._make_ready()
+
+    def _make_ready(self) -> None:
+        """Have the next block touched beside, once half of the last one is used; `Plan.kv_bytes` counts it."""
+        free = len(self._blocks) * self._pool.block_rows - self.length
+        if not self._blocks or 2 * free > self._pool.block_rows:
+            self._next = None
+        elif self._next is None:
+            block = self._pool.take()
+            self._next = block, touch(block)
+
+    def _add_block(self) -> None:
+        """The block that was made ready, or a new one."""
+        if self._next is None:
+            block = self._pool.take()
+        else:
+            block, ready = self._next
+            ready.result()
+            self._next = None
+        self._blocks.append(as_tensor(block))
+        self.table.append_block(block)
 
     def truncate(self, length: int) -> None:
         """Forget the rows from `length` on; their blocks are let go."""
@@ -70,6 +93,7 @@ class RowStore:
         keep = -(-self.length // self._pool.block_rows)
         del self._blocks[keep:]
         self.table.drop_blocks(keep)
+        self._make_ready()
 
     def views(self, start: int, stop: int, at_most: int) -> Iterator[torch.Tensor]:
         """Rows [start, stop) as [Hkv, ≤ at_most, 2, D]: views without copying, or float32 copies of int8 rows."""

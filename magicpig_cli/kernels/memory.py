@@ -2,12 +2,17 @@
 
 An array keeps its mapping alive and gives it back to the system when the last view of it is gone. With huge pages that
 is quick, and no decode step waits for it: 64 MiB in 0.2 ms, where 4 KiB pages take 3.9 ms (docs/decisions/004).
+
+The first touch is not: 0.5 ms per 2 MiB, and up to 6 ms in a virtual machine whose host has to find the page. So what
+a decode step will write to is touched by a worker thread before (`touch`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -35,3 +40,19 @@ def large_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.empty(shape, dtype=dtype)
     array: np.ndarray = aligned_bytes(size).view(dtype).reshape(shape)
     return array
+
+
+def touch(*arrays: np.ndarray) -> Future[None]:
+    """Have memory that nobody has written to yet committed by a worker; nobody may write to it until that is done."""
+    return _worker().submit(_fill_with_zeros, *arrays)
+
+
+@cache
+def _worker() -> ThreadPoolExecutor:
+    """One thread for all: what it waits for is the system's memory, not a core."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="magicpig-memory")
+
+
+def _fill_with_zeros(*arrays: np.ndarray) -> None:
+    for array in arrays:
+        array.fill(0)  # does not hold the GIL

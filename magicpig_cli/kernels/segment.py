@@ -7,6 +7,7 @@ are compared one by one. All operations here are exact: whichever way a segment 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from magicpig_cli.config import MAX_K
 from magicpig_cli.kernels import isa
 from magicpig_cli.kernels.checks import MAX_TABLES, want_array, want_int, want_strided
-from magicpig_cli.kernels.memory import large_array
+from magicpig_cli.kernels.memory import large_array, touch
 
 MAX_SEGMENT_ROWS = 65_472  # a multiple of 64, below 2**16
 MAX_TAIL_ROWS = 4_096
@@ -83,6 +84,7 @@ class Joining:
         n = end - start + rows
         offsets = large_array((kv_heads, L, (1 << K) + 1), np.uint16)
         self._segment = Segment(start, n, K, L, offsets, large_array((kv_heads, L, n), np.uint16))
+        self._touched: Future[None] | None = None
 
     @property
     def n(self) -> int:
@@ -98,6 +100,10 @@ class Joining:
     def finished(self) -> bool:
         return self.done == self.items
 
+    def prepare(self) -> None:
+        """Have the memory of the tables touched beside; `advance` waits for that."""
+        self._touched = touch(self._segment.offsets, self._segment.ids)
+
     def advance(self, items: int, codes: np.ndarray, threads: int, codes_from: int = 0) -> None:
         """Make up to `items` further tables.
 
@@ -112,6 +118,8 @@ class Joining:
             raise ValueError(f"table of the codes: want the first of a head, got {codes_from} at L={self._segment.L}")
         want_int("tables of the codes", codes.shape[0] * codes.shape[1], 0, self.items - codes_from)
         last = min(self.done + items, codes_from + codes.shape[0] * codes.shape[1])
+        if self._touched is not None:
+            self._touched.result()
         if last > self.done:
             made = self._segment
             isa.backend().join(

@@ -62,7 +62,7 @@ def test_every_key_counts_once_at_every_step(built, windows_on_host, kind):
     if built:
         hasher = layer.sampler.hasher(0, D)
         layer.cache.index = LshIndex(
-            hasher, layer.cache.store, 1, IndexSizes(tail=32, room=48, joined=128, segment=512)
+            hasher, layer.cache.store, 1, IndexSizes(tail=32, room=48, joined=128, segment=512, touch_steps=2)
         )  # fmt: skip
         layer.attention.build_index(0, layer.cache)
     lags = set()

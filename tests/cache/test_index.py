@@ -114,9 +114,9 @@ class Growing:
 
 SIZES = st.sampled_from(
     [
-        IndexSizes(tail=32, room=48, joined=128, segment=200, hashed=4, sorted=8),
-        IndexSizes(tail=16, room=32, joined=64, segment=512, hashed=4, sorted=1),  # tails wait for joins
-        IndexSizes(tail=16, room=16, joined=16, segment=32, hashed=3, sorted=1000, join_steps=1),
+        IndexSizes(tail=32, room=48, joined=128, segment=200, touch_steps=2, hashed=4, sorted=8),
+        IndexSizes(tail=16, room=32, joined=64, segment=512, touch_steps=2, hashed=4, sorted=1),  # tails wait for joins
+        IndexSizes(tail=16, room=16, joined=16, segment=32, touch_steps=2, hashed=3, sorted=1000, join_steps=1),
     ]
 )
 CHANGES = st.lists(
@@ -133,7 +133,7 @@ def test_grown_and_cut_equals_hashing_everything_again(first, changes, sizes):
 
 
 def test_a_segment_is_made_over_many_steps_and_changes_nothing_until_it_is_ready():
-    growing = Growing(10, IndexSizes(tail=32, room=64, joined=128, segment=200, sorted=4))
+    growing = Growing(10, IndexSizes(tail=32, room=64, joined=128, segment=200, touch_steps=2, sorted=4))
     seen = []
     for _ in range(100):
         growing.append(1)
@@ -145,7 +145,7 @@ def test_a_segment_is_made_over_many_steps_and_changes_nothing_until_it_is_ready
 
 
 def test_a_cut_drops_what_is_in_the_making():
-    growing = Growing(10, IndexSizes(tail=32, room=64, joined=128, segment=200, sorted=4))
+    growing = Growing(10, IndexSizes(tail=32, room=64, joined=128, segment=200, touch_steps=2, sorted=4))
     growing.change("decode", 26)
     growing.change("cut", 2)  # within the rows of the segment in the making
     assert growing.index.segments == ()
@@ -154,7 +154,7 @@ def test_a_cut_drops_what_is_in_the_making():
 
 
 def test_a_prefill_finishes_what_is_in_the_making():
-    growing = Growing(10, IndexSizes(tail=32, room=64, joined=128, segment=200, sorted=4))
+    growing = Growing(10, IndexSizes(tail=32, room=64, joined=128, segment=200, touch_steps=2, sorted=4))
     growing.change("decode", 26)
     growing.change("prefill", 1)
     assert len(growing.index.segments) == 1
@@ -162,7 +162,7 @@ def test_a_prefill_finishes_what_is_in_the_making():
 
 def test_a_step_does_little_however_long_the_index(monkeypatch):
     """Rows hashed and ids moved per step, whatever falls due: the work of a step is bounded, so its time is."""
-    sizes = IndexSizes(tail=64, room=128, joined=1024, segment=2048, hashed=4, sorted=48)
+    sizes = IndexSizes(tail=64, room=128, joined=1024, segment=2048, touch_steps=2, hashed=4, sorted=48)
     growing = Growing(1, sizes)
     work, hashed = [0], [0]
     advance, codes = kernels.Joining.advance, LshHasher.codes
@@ -190,7 +190,9 @@ def test_a_step_does_little_however_long_the_index(monkeypatch):
 
 def test_rows_that_were_stored_long_before_are_taken_in_bit_by_bit():
     store = store_of(500)
-    index = LshIndex(hasher(), store, threads=1, sizes=IndexSizes(tail=32, room=64, joined=128, segment=200))
+    index = LshIndex(
+        hasher(), store, threads=1, sizes=IndexSizes(tail=32, room=64, joined=128, segment=200, touch_steps=2)
+    )
     assert index.length == 0
     for _ in range(200):
         index.step()
