@@ -15,6 +15,7 @@ from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.engine.runner import Step
 from magicpig_cli.errors import MemoryBudgetError
+from magicpig_cli.events import StepStats
 
 WARMUP_TOKENS = 4
 ERROR_STEPS = 8  # extra steps, not timed, that also compute the exact result
@@ -33,8 +34,20 @@ class BenchRequest:
     fill: str = "auto"
 
 
-def run_bench(engine: Engine, request: BenchRequest) -> Iterator[BenchProgress | Row]:
-    """Yields progress, and for each (context, batch size, mode) a dict: a row of CLI.md's bench JSON.
+@dataclass(frozen=True, slots=True)
+class BenchStep:
+    """One measured step: of which context and batch size, which mode, and which of how many repetitions (from 1)."""
+
+    context: int
+    batch: int
+    mode: str
+    rep: int
+    reps: int
+    stats: StepStats
+
+
+def run_bench(engine: Engine, request: BenchRequest) -> Iterator[BenchProgress | BenchStep | Row]:
+    """Yields progress, measured steps, and a row for each (context, batch size, mode), as in CLI.md's bench JSON.
 
     Raises MemoryBudgetError where memory runs out; rows that were yielded before stand.
     """
@@ -48,7 +61,7 @@ def run_bench(engine: Engine, request: BenchRequest) -> Iterator[BenchProgress |
                 while len(sequences) < batch:
                     sequences.append(duplicate(engine, first))
                 samples = {mode: Samples() for mode in request.modes}
-                yield from _measure(engine, request, sequences[:batch], samples)
+                yield from _measure(engine, request, context, sequences[:batch], samples)
             yield from rows(engine, Case(context, batch, filled), samples)
         del first, sequences  # before the next context is filled
 
@@ -70,8 +83,8 @@ def _memory_told(context: int, batch: int) -> Iterator[None]:
 
 
 def _measure(
-    engine: Engine, request: BenchRequest, sequences: list[Sequence], samples: dict[str, Samples]
-) -> Iterator[BenchProgress]:
+    engine: Engine, request: BenchRequest, context: int, sequences: list[Sequence], samples: dict[str, Samples]
+) -> Iterator[BenchProgress | BenchStep]:
     """Warm up, then repetitions with the modes taking turns; every one starts from the same fill."""
     length = sequences[0].length
     for _ in range(request.warmup):
@@ -82,7 +95,9 @@ def _measure(
         for number, (mode, sample) in enumerate(samples.items()):
             yield BenchProgress("measuring", rep * len(samples) + number, request.reps * len(samples))
             with sample.repetition() as timed:
-                timed += [step.stats for step in _generate(engine, sequences, mode, request.gen_tokens)]
+                for step in _generate(engine, sequences, mode, request.gen_tokens):
+                    timed.append(step.stats)
+                    yield BenchStep(context, len(sequences), mode, rep + 1, request.reps, step.stats)
             sample.memory = engine.memory()
             _rewind(sequences, length)
     for mode, sample in samples.items():

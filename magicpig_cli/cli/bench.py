@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from magicpig_cli.cli.options import Quiet, command_options
+from magicpig_cli.cli.options import NoLive, Quiet, command_options
 from magicpig_cli.config import Settings
 from magicpig_cli.errors import ContextError, MagicpigError, MemoryBudgetError, UsageError
 from magicpig_cli.files import refuse_unwritable, replace_file
@@ -54,6 +54,7 @@ def bench(
         str | None, typer.Option(metavar="FILE.png|-", help="Time against context: png, svg, pdf, or the terminal.")
     ] = None,
     quiet: Quiet = False,
+    no_live: NoLive = False,
 ) -> None:
     """Measure decode speed with sampled and exact attention, in one run."""
     _want_one_of("--fill", fill, _FILLS)
@@ -79,10 +80,10 @@ def bench(
         allow_extrapolation=True,
     )
     _check_room(_plan(settings), request)
-    _measure(load_engine(settings, quiet=quiet), request, target)
+    _measure(load_engine(settings, quiet=quiet), request, target, live=not no_live)
 
 
-def _measure(engine: Engine, request: BenchRequest, target: _Target) -> None:
+def _measure(engine: Engine, request: BenchRequest, target: _Target, *, live: bool) -> None:
     """Measure row by row. However that ends, the rows that are finished are delivered."""
     from magicpig_cli import hardware
     from magicpig_cli.bench import report
@@ -97,7 +98,7 @@ def _measure(engine: Engine, request: BenchRequest, target: _Target) -> None:
         target.save(about, rows)  # at once: a process that the system kills for its memory says nothing any more
 
     try:
-        _run(engine, request, target.quiet, finished)
+        _run(engine, request, target.quiet, live, finished)
         about["complete"] = True
     finally:
         if rows:
@@ -287,14 +288,22 @@ def _check_room(plan: Plan, request: BenchRequest) -> None:
         )
 
 
-def _run(engine: Engine, request: BenchRequest, quiet: bool, finished: Callable[[dict[str, Any]], None]) -> None:
-    """Measure everything, with progress on stderr; `finished` is called with every row."""
-    from magicpig_cli.bench.measure import run_bench
-    from magicpig_cli.ui import console
+def _run(
+    engine: Engine, request: BenchRequest, quiet: bool, live: bool, finished: Callable[[dict[str, Any]], None]
+) -> None:
+    """Measure, and show how far it is; `finished` is called with every row.
 
-    with console.Track("filling the context", quiet=quiet) as progress:
+    The view is drawn between steps, which are timed inside the engine.
+    """
+    from magicpig_cli.bench.measure import run_bench
+    from magicpig_cli.ui.bench_progress import BenchView
+    from magicpig_cli.ui.live import open_view
+
+    slots = max(request.batch_sizes)
+    with open_view(engine, wanted=live, quiet=quiet, what="filling the context", slots=slots) as view:
+        progress = BenchView(view)
         for update in run_bench(engine, request):
             if isinstance(update, dict):
                 finished(update)
             else:
-                progress.update(update.done, update.total, update.what)
+                progress.show(update)
