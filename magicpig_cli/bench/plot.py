@@ -69,7 +69,8 @@ def _curve(label: str, by_context: dict[int, dict[str, Any]]) -> Curve:
 
 
 def title(meta: dict[str, Any]) -> str:
-    return f"{meta['model']} · {meta['dtype']} · {meta['device']} · {meta['isa']} · {meta['threads']} threads"
+    threads = "1 thread" if meta["threads"] == 1 else f"{meta['threads']} threads"
+    return f"{meta['model']} · {meta['dtype']} · {meta['device']} · {meta['isa']} · {threads}"
 
 
 def is_logarithmic(found: list[Curve]) -> bool:
