@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+APP_NAME = "magicpig-cli"  # of the config, data and cache directories (platformdirs)
 DEFAULT_SINK = 4
 DEFAULT_LOCAL = 64
 DEFAULT_K = 10

@@ -18,9 +18,8 @@ from typing import Any
 
 import platformdirs
 
+from magicpig_cli.config import APP_NAME
 from magicpig_cli.errors import UsageError
-
-APP_NAME = "magicpig-cli"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,27 +10,31 @@ from typing import TYPE_CHECKING, Any
 from magicpig_cli.cli.options import AsJson, command_options
 
 if TYPE_CHECKING:
+    from magicpig_cli.config import Settings
     from magicpig_cli.hardware import Hardware
+    from magicpig_cli.profiles import Profile
 
 _PACKAGES = ("torch", "transformers", "huggingface-hub", "safetensors", "numpy")
 
 
-@command_options()
-def doctor(as_json: AsJson = False) -> None:
+@command_options("model", only=("device", "profile"))
+def doctor(settings: Settings, as_json: AsJson = False) -> None:
     """Show versions, cores, memory, GPUs and what the kernels use on this machine."""
     import torch  # noqa: F401  its libraries are part of what is examined
 
     from magicpig_cli import hardware
+    from magicpig_cli.planning import profile_for
 
     machine = hardware.probe()
     runtimes = hardware.openmp_runtimes()
+    profile, why = profile_for(machine, settings)
     if as_json:
-        print(json.dumps(report(machine, runtimes)))
+        print(json.dumps(report(machine, runtimes, profile)))
     else:
-        _print_page(machine, runtimes)
+        _print_page(machine, runtimes, f"{profile.name}: {why}")
 
 
-def report(machine: Hardware, runtimes: tuple[str, ...]) -> dict[str, Any]:
+def report(machine: Hardware, runtimes: tuple[str, ...], profile: Profile) -> dict[str, Any]:
     """The object of `doctor --json` (CLI.md). A token is only ever reported as present or not."""
     return {
         "versions": _versions(),
@@ -52,7 +56,7 @@ def report(machine: Hardware, runtimes: tuple[str, ...]) -> dict[str, Any]:
             for gpu in machine.gpus
         ],
         "openmp_runtimes": list(runtimes),
-        "profile": None,
+        "profile": profile.name,
         "hub": _hub(),
     }
 
@@ -77,7 +81,7 @@ def _hub() -> dict[str, Any]:
     return {"cache": str(constants.HF_HUB_CACHE), "token": get_token() is not None}
 
 
-def _print_page(machine: Hardware, runtimes: tuple[str, ...]) -> None:
+def _print_page(machine: Hardware, runtimes: tuple[str, ...], profile: str) -> None:
     from magicpig_cli.cli.config_file import config_path
     from magicpig_cli.ui import console
     from magicpig_cli.units import format_bytes
@@ -99,6 +103,7 @@ def _print_page(machine: Hardware, runtimes: tuple[str, ...]) -> None:
         *((f"GPU {number}", text) for number, text in enumerate(gpus)),
         *([("GPU", "none that torch can use")] if not gpus else []),
         ("OpenMP", ", ".join(runtimes) + (" (more than one: they compete for cores)" if len(runtimes) > 1 else "")),
+        ("profile", profile),
         ("config", f"{config}{'' if config.exists() else ' (not there)'}"),
         ("Hub cache", f"{hub['cache']}, token {'present' if hub['token'] else 'not set'}"),
     ]

@@ -4,7 +4,7 @@
     def bench(settings: Settings, reps: Annotated[int, typer.Option()] = 5) -> None: ...
 
 The command receives ready Settings. Values come from the option, else `MAGICPIG_<NAME>`, else config.yaml; what is
-nowhere stays at the default of `magicpig_cli.config`.
+nowhere is left to the profile (`magicpig_cli.profiles`) and the defaults of `magicpig_cli.config`.
 """
 
 from __future__ import annotations
@@ -56,6 +56,14 @@ def _layers(text: str) -> tuple[int, ...] | None:
     if not all(part.isdecimal() for part in parts):
         raise UsageError(f"{text!r} is not a list of layer numbers", hint="write it like 0,16, auto or none")
     return tuple(sorted({int(part) for part in parts}))
+
+
+def _profile(text: str) -> str:
+    """Found now, so that a slip is answered before anything heavy is loaded."""
+    from magicpig_cli import profiles
+
+    profiles.find(text)
+    return text
 
 
 def _file_text(path: str) -> str:
@@ -149,6 +157,8 @@ SHARED_OPTIONS = (
         help="Jinja chat template instead of the model's own."),
     SharedOption("model", "threads", int, ("-t", "--threads"), min=1, max=1024, metavar="N",
         help="CPU threads; by default the physical cores that this process may use."),
+    SharedOption("model", "profile", str, ("--profile",), parse=_profile, metavar="NAME|FILE",
+        help="Hardware profile; by default the one that matches this machine best (see magicpig doctor)."),
     SharedOption("model", "model.offline", bool, ("--offline",), help="Use only what is on this machine."),
     SharedOption("model", "model.trust_remote_code", bool, ("--trust-remote-code",),
         help="Run Python code that comes with a Hub model."),
@@ -226,15 +236,20 @@ _EVERYWHERE = (
 
 
 def command_options(
-    *groups: str, without: tuple[str, ...] = ()
+    *groups: str, without: tuple[str, ...] = (), only: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add the options of these groups (see GROUPS), -v and --debug to a command; `without` names options to leave out.
+    """Add the options of these groups (see GROUPS), -v and --debug to a command; `without` names options to leave out,
+    `only` those to take.
 
     The command's parameter `settings`, if it has one, receives their values as Settings.
     """
     unknown = set(groups) - set(GROUPS)
     assert not unknown, f"no option group {unknown}"
-    shared = [option for option in SHARED_OPTIONS if option.group in groups and option.name not in without]
+    shared = [
+        option
+        for option in SHARED_OPTIONS
+        if option.group in groups and option.name not in without and (not only or option.name in only)
+    ]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True).parameters
@@ -246,6 +261,8 @@ def command_options(
             given = {option: values.pop(option.name) for option in shared}
             if "settings" in own:
                 values["settings"] = build_settings(given)
+                if "profile" in {option.name for option in shared} and values["settings"].profile is None:
+                    _warn_of_broken_profiles()
             command(**values)
 
         parameters = [parameter for name, parameter in own.items() if name != "settings"]
@@ -256,6 +273,14 @@ def command_options(
         return run
 
     return decorate
+
+
+def _warn_of_broken_profiles() -> None:
+    """A user's profile that cannot be read is passed over, but not in silence."""
+    from magicpig_cli import profiles
+
+    for problem in profiles.broken_user_profiles():
+        console.warn(f"profile passed over: {problem.message}" + (f" ({problem.hint})" if problem.hint else ""))
 
 
 def build_settings(given: dict[SharedOption, Any]) -> Settings:

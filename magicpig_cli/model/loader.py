@@ -29,10 +29,11 @@ from transformers import __version__ as transformers_version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from magicpig_cli import hardware
-from magicpig_cli.config import ModelOptions
+from magicpig_cli.config import APP_NAME, ModelOptions
 from magicpig_cli.errors import MagicpigError, MemoryBudgetError, ModelError, UsageError
 from magicpig_cli.events import LoadProgress
 from magicpig_cli.model import demo, gguf, hub, linear, weights
+from magicpig_cli.model.name import model_name
 from magicpig_cli.model.progress import Report, forwarded, ignore, one_line
 from magicpig_cli.model.shape import published_dtype, read_dtype, shape_from_config, unsupported_reason
 from magicpig_cli.units import format_bytes
@@ -179,20 +180,20 @@ def load_model(
 
 def cache_folder() -> Path:
     """Where converted models are kept."""
-    return platformdirs.user_cache_path("magicpig-cli")
+    return platformdirs.user_cache_path(APP_NAME)
 
 
 def _locate(options: ModelOptions, fetch: Callable[[], Path]) -> _Source:
     """Find out which form `options.model` has; `fetch` brings a Hub model's files into a folder."""
     if options.model == "demo":
-        return _gguf_source("demo", demo.wheel_file(), options)
+        return _gguf_source(demo.wheel_file(), options)
     path = Path(options.model).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ModelError(f"there is no file {path}", hint="give the path of a .gguf file, or a Hub id")
-        return _gguf_source(path.stem, path, options)
+        return _gguf_source(path, options)
     if path.is_dir():
-        return _Source(path.resolve().name, path)
+        return _Source(model_name(options.model), path)
     if path.is_file():
         return _config_file_source(path, options)
     if _looks_like_a_path(options.model):
@@ -205,10 +206,10 @@ def _looks_like_a_path(text: str) -> bool:
     return text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or text.endswith(".json")
 
 
-def _gguf_source(name: str, path: Path, options: ModelOptions) -> _Source:
+def _gguf_source(path: Path, options: ModelOptions) -> _Source:
     converted = _converted_folder(options, path)
     revision = converted.name if options.model == "demo" else gguf.fingerprint(path)
-    return _Source(name, converted if converted.is_dir() else None, path, revision)
+    return _Source(model_name(options.model), converted if converted.is_dir() else None, path, revision)
 
 
 def _converted_folder(options: ModelOptions, path: Path) -> Path:
@@ -224,7 +225,7 @@ def _config_file_source(path: Path, options: ModelOptions) -> _Source:
             f"{path} is a file, not a model",
             hint="give the directory, or a .gguf file; bench --load-format dummy takes a config.json",
         )
-    return _Source(path.parent.resolve().name if path.stem == "config" else path.stem, path)
+    return _Source(model_name(options.model), path)
 
 
 # Reading what is there

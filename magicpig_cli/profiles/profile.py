@@ -1,8 +1,4 @@
-"""Hardware profiles: what is recommended on which machine, as data, with the source of every figure.
-
-A profile never refuses anything and never knows a model's shape: it says what to choose where neither an option, the
-environment nor config.yaml has said so.
-"""
+"""The types of a profile. Which keys a file has for them stands in `schema`."""
 
 from __future__ import annotations
 
@@ -15,13 +11,13 @@ from magicpig_cli.config import DEFAULT_K, DEFAULT_L, DEFAULT_LOCAL, DEFAULT_SIN
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Which machines (and which model) a profile is for. All that is given must hold."""
+    """Which machines (and which model) a profile is for. All that is given must hold; nothing given matches nothing."""
 
     device: str | None = None  # cpu | gpu: where the weights are
-    gpu_name: str | None = None  # part of the GPU's name, any case
+    gpu_name: str | None = None  # words that follow each other in the GPU's name, any case
     gpu_memory_min: int | None = None  # bytes of the GPU, inclusive
     gpu_memory_max: int | None = None  # bytes, exclusive
-    cpu_model: str | None = None  # part of the CPU's name, any case
+    cpu_model: str | None = None  # words that follow each other in the CPU's name, any case
     model: str | None = None  # name of the model it was tuned for, as `Engine.model_name`
 
 
@@ -32,6 +28,7 @@ class TableSize:
     K: int
     L: int
     up_to: int | None = None
+    sampled_ratio: float | None = None  # of the offloaded keys, as expected of real text; None = unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ class Profile:
     max_batch: int | None = None  # sequences decoded together; None = the planner's own limit
     host_reserve: int = 1 << 30  # bytes of host memory left alone: Python, torch, activations, logits, projections
     device_reserve: int = 1 << 30  # bytes of the GPU left alone
-    sources: Mapping[str, str] = field(default_factory=dict)  # key → "paper, table 3" or "measured: machine, date"
+    sources: Mapping[str, str] = field(default_factory=dict)  # key of the file → "paper, table 3", "measured: …", …
     path: Path | None = None  # the file it came from; None = BUILT_IN
 
     def table_size(self, tokens: int) -> TableSize:

@@ -1,0 +1,217 @@
+"""Profiles on disk: the shipped ones, a user's own, any file; and writing one so that no half of it is ever seen."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from magicpig_cli.config import APP_NAME
+from magicpig_cli.errors import MagicpigError, UsageError
+from magicpig_cli.profiles.profile import BUILT_IN, Profile
+from magicpig_cli.profiles.schema import did_you_mean, from_document, to_document
+
+SUFFIX = ".yaml"
+MAX_FILE_BYTES = 1 << 18  # a profile is some kilobytes; what is larger is something else
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
+_HEADER = "# Hardware profile of magicpig. What the keys mean: docs/profiles.md in its source.\n"
+
+
+def shipped_folder() -> Path:
+    """Inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    installed = package / "data" / "profiles"
+    return installed if installed.is_dir() else package.parent / "profiles"
+
+
+def user_folder() -> Path:
+    """Where a user's own profiles lie; it need not exist."""
+    import platformdirs
+
+    return platformdirs.user_data_path(APP_NAME) / "profiles"
+
+
+@functools.cache
+def shipped() -> tuple[Profile, ...]:
+    """All profiles that come with the program, by name."""
+    return tuple(load(path) for path in sorted(shipped_folder().glob("*" + SUFFIX)))
+
+
+def user_profiles() -> tuple[Profile, ...]:
+    """The user's profiles that can be read, by name."""
+    return _read_user_folder()[0]
+
+
+def broken_user_profiles() -> tuple[UsageError, ...]:
+    """What is wrong with those that cannot be read, one error per file."""
+    return _read_user_folder()[1]
+
+
+def _read_user_folder() -> tuple[tuple[Profile, ...], tuple[UsageError, ...]]:
+    good: list[Profile] = []
+    bad: list[UsageError] = []
+    for path in sorted(user_folder().glob("*" + SUFFIX)):
+        try:
+            good.append(load(path))
+        except UsageError as problem:
+            bad.append(problem)
+    return tuple(good), tuple(bad)
+
+
+def find(name_or_file: str) -> Profile:
+    """The profile of this name (the user's own first, then shipped, then `built-in`), or in this file.
+
+    Raises UsageError: there is none (lists what there is), or it is broken.
+    """
+    path = Path(name_or_file).expanduser()
+    if path.suffix in (SUFFIX, ".yml") or path.name != name_or_file:
+        return load(path)
+    if name_or_file == BUILT_IN.name:
+        return BUILT_IN
+    own = user_folder() / f"{name_or_file}{SUFFIX}"
+    if own.is_file():
+        return load(own)
+    for profile in shipped():
+        if profile.name == name_or_file:
+            return profile
+    raise UsageError(f"there is no profile {name_or_file!r}; there are {', '.join(_names())}", hint=_instead(path))
+
+
+def _names() -> list[str]:
+    own = {path.stem for path in user_folder().glob("*" + SUFFIX)}
+    return sorted(own | {profile.name for profile in shipped()} | {BUILT_IN.name})
+
+
+def _instead(path: Path) -> str:
+    """What else may have been meant."""
+    if path.is_file():
+        return f"for the file here write ./{path.name}"
+    names = _names()
+    guess = did_you_mean(path.name, names)
+    return (
+        guess
+        if guess.startswith("did")
+        else f"a name, or a file like ./{path.name}{SUFFIX}; yours lie in {user_folder()}"
+    )
+
+
+def load(path: Path) -> Profile:
+    """The profile in a file; its name is the file's. Raises UsageError that names file, key and allowed values."""
+    try:
+        if path.stem == BUILT_IN.name:
+            raise UsageError(f"{BUILT_IN.name} is the name of the profile without a file", hint="rename it")
+        profile = from_document(_read_yaml(path), _shipped_base)
+    except UsageError as problem:
+        raise UsageError(f"{path}: {problem.message}", hint=problem.hint) from problem
+    return replace(profile, name=path.stem, path=path)
+
+
+def _shipped_base(name: str) -> Profile:
+    bases = {profile.name: profile for profile in shipped()}
+    if name not in bases:
+        raise UsageError(f"base is {name!r}, which is no shipped profile", hint=did_you_mean(name, bases))
+    return bases[name]
+
+
+def _read_yaml(path: Path) -> Any:
+    """The document in a file. Raises UsageError."""
+    import yaml
+
+    try:
+        if path.exists() and not path.is_file():
+            raise UsageError("it is no file", hint="give a YAML file, or a profile's name")
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise UsageError(f"it has more than {MAX_FILE_BYTES:,} bytes and is no profile")
+        return yaml.load(content.decode("utf-8-sig"), Loader=_loader())
+    except OSError as problem:
+        raise UsageError(f"cannot be read: {problem.strerror}") from problem
+    except UnicodeDecodeError as problem:
+        raise UsageError("it is not UTF-8 text") from problem
+    except yaml.MarkedYAMLError as problem:
+        line = f"line {problem.problem_mark.line + 1}: " if problem.problem_mark else ""
+        raise UsageError(f"{line}{problem.problem or problem.context}, which is not YAML as wanted here") from problem
+    except (yaml.YAMLError, ValueError, RecursionError) as problem:
+        raise UsageError(f"it is not YAML: {problem}") from problem
+
+
+@functools.cache
+def _loader() -> type[Any]:
+    """A safe YAML loader that refuses a key given twice, of which PyYAML silently takes the last."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {key.value} is there twice", problem_mark=key.start_mark
+                    )
+                if isinstance(key, yaml.ScalarNode):
+                    seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    return Loader
+
+
+def save(profile: Profile, name: str) -> Path:
+    """Write a profile into the user's folder as `name` and return its path; one of the same name is replaced.
+
+    The file appears whole or not at all, whenever this is interrupted. Raises UsageError (a name that is none, a
+    profile that could not be read back) or MagicpigError (the folder cannot be written).
+    """
+    check_name(name)
+    path = user_folder() / f"{name}{SUFFIX}"
+    text = _HEADER + _as_yaml(to_document(profile))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=f".{name}-", delete=False
+        ) as file:
+            try:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+                _check_reads_as(Path(file.name), profile)
+                os.replace(file.name, path)
+            except BaseException:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(file.name)
+                raise
+    except OSError as problem:
+        raise MagicpigError(f"cannot write {path}: {problem.strerror}") from problem
+    return path
+
+
+def check_name(name: str) -> None:
+    """Raise UsageError where a profile cannot be saved under this name: a path, a file name, `built-in`."""
+    if name == BUILT_IN.name:
+        raise UsageError(f"{name!r} is the name of the profile without a file", hint="choose another name")
+    if name.endswith((SUFFIX, ".yml")):
+        raise UsageError(f"{name!r} is a file name, not a profile's name", hint=f"write {Path(name).stem}")
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"{name!r} is not a profile's name: at most 100 of letters, digits and . _ + -, a letter or digit first",
+            hint=f"its file goes into {user_folder()}",
+        )
+
+
+def _as_yaml(document: dict[str, Any]) -> str:
+    import yaml
+
+    text: str = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=110, default_flow_style=None)
+    return text
+
+
+def _check_reads_as(path: Path, profile: Profile) -> None:
+    """What was written must read back as the same recommendations."""
+    read = from_document(_read_yaml(path), _shipped_base)
+    if replace(read, name=profile.name, path=profile.path) != profile:
+        raise UsageError(f"the profile cannot be written: it reads back as {read}, not as {profile}")
