@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from magicpig_cli import hardware, profiles
 from magicpig_cli.config import Settings
 from magicpig_cli.hardware import Hardware
@@ -17,8 +19,9 @@ def plan_here(shape: ModelShape, settings: Settings) -> Plan:
     Raises what `planner.plan` raises, and UsageError for a profile that was asked for and is not there or broken.
     """
     machine = hardware.probe()
-    profile, _ = profile_for(machine, settings, model_name(settings.model.model))
-    return plan(machine, shape, settings, profile)
+    profile, why = profile_for(machine, settings, model_name(settings.model.model))
+    chosen = plan(machine, shape, settings, profile)
+    return replace(chosen, reasons=(*chosen.reasons, f"profile {profile.name}: {why}"))
 
 
 def profile_for(machine: Hardware, settings: Settings, model: str | None = None) -> tuple[Profile, str]:

@@ -6,6 +6,7 @@ torch is imported where it is needed: many tests do without.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,6 +24,14 @@ settings.register_profile("any-machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any-machine")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests of fetching bring their own Hub
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the command sets it, before torch is loaded
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_profiles_of_one_s_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What this machine's user has tuned must not change what tests see, in this process or in others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,9 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from magicpig_cli.cli.options import AsJson, command_options
+from magicpig_cli.config import Settings
 
 if TYPE_CHECKING:
-    from magicpig_cli.config import Settings
     from magicpig_cli.hardware import Hardware
     from magicpig_cli.profiles import Profile
 

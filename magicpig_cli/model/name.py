@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
 def model_name(typed: str) -> str:
     """Hub id, `demo`, or the name of a directory or file (of a config.json: its directory's)."""
-    path = Path(typed).expanduser()
+    path = Path(os.path.expanduser(typed))
     if typed == "demo":
         return typed
     if path.suffix == ".gguf":

@@ -14,7 +14,7 @@ from typing import Any
 from magicpig_cli.config import APP_NAME
 from magicpig_cli.errors import MagicpigError, UsageError
 from magicpig_cli.profiles.profile import BUILT_IN, Profile
-from magicpig_cli.profiles.schema import did_you_mean, from_document, to_document
+from magicpig_cli.profiles.schema import closest, did_you_mean, from_document, to_document
 
 SUFFIX = ".yaml"
 MAX_FILE_BYTES = 1 << 18  # a profile is some kilobytes; what is larger is something else
@@ -52,10 +52,14 @@ def broken_user_profiles() -> tuple[UsageError, ...]:
     return _read_user_folder()[1]
 
 
+def _user_files() -> dict[str, Path]:
+    return {path.stem: path for path in user_folder().glob("*" + SUFFIX)}
+
+
 def _read_user_folder() -> tuple[tuple[Profile, ...], tuple[UsageError, ...]]:
     good: list[Profile] = []
     bad: list[UsageError] = []
-    for path in sorted(user_folder().glob("*" + SUFFIX)):
+    for _, path in sorted(_user_files().items()):
         try:
             good.append(load(path))
         except UsageError as problem:
@@ -68,36 +72,29 @@ def find(name_or_file: str) -> Profile:
 
     Raises UsageError: there is none (lists what there is), or it is broken.
     """
-    path = Path(name_or_file).expanduser()
+    path = Path(os.path.expanduser(name_or_file))
     if path.suffix in (SUFFIX, ".yml") or path.name != name_or_file:
         return load(path)
     if name_or_file == BUILT_IN.name:
         return BUILT_IN
-    own = user_folder() / f"{name_or_file}{SUFFIX}"
-    if own.is_file():
-        return load(own)
-    for profile in shipped():
-        if profile.name == name_or_file:
-            return profile
-    raise UsageError(f"there is no profile {name_or_file!r}; there are {', '.join(_names())}", hint=_instead(path))
-
-
-def _names() -> list[str]:
-    own = {path.stem for path in user_folder().glob("*" + SUFFIX)}
-    return sorted(own | {profile.name for profile in shipped()} | {BUILT_IN.name})
-
-
-def _instead(path: Path) -> str:
-    """What else may have been meant."""
-    if path.is_file():
-        return f"for the file here write ./{path.name}"
-    names = _names()
-    guess = did_you_mean(path.name, names)
-    return (
-        guess
-        if guess.startswith("did")
-        else f"a name, or a file like ./{path.name}{SUFFIX}; yours lie in {user_folder()}"
+    own = _user_files()
+    if name_or_file in own:
+        return load(own[name_or_file])
+    coming = {profile.name: profile for profile in shipped()}
+    if name_or_file in coming:
+        return coming[name_or_file]
+    names = sorted({*own, *coming, BUILT_IN.name})
+    raise UsageError(
+        f"there is no profile {name_or_file!r}; there are {', '.join(names)}", hint=_instead(name_or_file, names)
     )
+
+
+def _instead(name: str, names: list[str]) -> str:
+    """What else may have been meant."""
+    if os.path.isfile(name):
+        return f"for the file here write ./{name}"
+    guess = closest(name, names)
+    return f"did you mean {guess}?" if guess else f"or a file like ./mine{SUFFIX}; your own lie in {user_folder()}"
 
 
 def load(path: Path) -> Profile:
@@ -135,8 +132,8 @@ def _read_yaml(path: Path) -> Any:
     except UnicodeDecodeError as problem:
         raise UsageError("it is not UTF-8 text") from problem
     except yaml.MarkedYAMLError as problem:
-        line = f"line {problem.problem_mark.line + 1}: " if problem.problem_mark else ""
-        raise UsageError(f"{line}{problem.problem or problem.context}, which is not YAML as wanted here") from problem
+        line = f" at line {problem.problem_mark.line + 1}" if problem.problem_mark else ""
+        raise UsageError(f"it is not YAML{line}: {problem.problem or problem.context}") from problem
     except (yaml.YAMLError, ValueError, RecursionError) as problem:
         raise UsageError(f"it is not YAML: {problem}") from problem
 
@@ -148,14 +145,10 @@ def _loader() -> type[Any]:
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            seen: set[str] = set()
-            for key, _ in node.value:
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(
-                        problem=f"the key {key.value} is there twice", problem_mark=key.start_mark
-                    )
-                if isinstance(key, yaml.ScalarNode):
-                    seen.add(key.value)
+            keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            for i, key in enumerate(keys):
+                if any(key.value == earlier.value for earlier in keys[:i]):
+                    raise yaml.MarkedYAMLError(problem=f"{key.value} is there twice", problem_mark=key.start_mark)
             return super().construct_mapping(node, deep)
 
     return Loader

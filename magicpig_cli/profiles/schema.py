@@ -22,6 +22,7 @@ MAX_CHUNK = 1 << 16  # prompt tokens per forward; beyond it activations alone ar
 MAX_WINDOW = 1 << 20  # tokens of sink or local: more is exact attention by another name
 MAX_PARALLEL = 1024  # threads, and sequences decoded together
 _SHOWN = 60  # characters of a wrong value in a message
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline; not every one survives YAML
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def _choice(*values: str) -> _Kind:
 
 def _text(what: str, needs: str = r"\S") -> _Kind:
     def read(value: Any, _: str) -> str:
-        if not isinstance(value, str) or not re.search(needs, value):
+        if not isinstance(value, str) or not re.search(needs, value) or _CONTROL.search(value):
             raise ValueError
         return value
 
@@ -307,11 +308,16 @@ def _check_keys(given: dict[Any, Any], known: Iterable[str], where: str) -> None
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`did you mean sink?`, or all that is known where nothing comes close."""
     known = tuple(known)
-    close = difflib.get_close_matches(word, known, n=1)
-    if not close:  # get_close_matches minds the case
-        lower = {name.lower(): name for name in known}
-        close = [lower[name] for name in difflib.get_close_matches(word.lower(), lower, n=1)]
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+    guess = closest(word, known)
+    return f"did you mean {guess}?" if guess else f"there are {', '.join(known)}"
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that comes close, in whatever case it was typed, or that begins like it."""
+    lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), lower, n=1)
+    close += [name for name in lower if word and name.startswith(word.lower())]
+    return lower[close[0]] if close else None
 
 
 def _shown(value: Any) -> str:

@@ -62,6 +62,7 @@ EXAMPLES: dict[str, tuple[str | None, Any]] = {
     "allow_extrapolation": (None, True),
     "chat_template": (__file__, Path(__file__).read_text(encoding="utf-8")),
     "threads": ("3", 3),
+    "profile": ("rtx4090", "rtx4090"),
     "offline": (None, True),
     "trust_remote_code": (None, True),
     "attention": ("lsh", "lsh"),
