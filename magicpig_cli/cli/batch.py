@@ -18,6 +18,7 @@ import typer
 from magicpig_cli.cli.options import AsJson, Quiet, command_options
 from magicpig_cli.config import Settings
 from magicpig_cli.errors import INTERRUPTED, MagicpigError, UsageError
+from magicpig_cli.events import MEASURING
 from magicpig_cli.ui import console
 from magicpig_cli.units import format_seconds
 
@@ -194,8 +195,10 @@ def _prepare(settings: Settings, options: _Options, source: JsonlSource) -> _Pre
     from magicpig_cli.batch.prepare import without_weights
 
     began = time.monotonic()
-    with console.Track("reading the tokenizer", quiet=options.quiet):
-        maker, plan = without_weights(settings, source, options.raw, options.allow_outside_files)
+    with console.Track("reading the tokenizer", quiet=options.quiet) as progress:
+        maker, plan = without_weights(
+            settings, source, options.raw, options.allow_outside_files, lambda: progress.note(MEASURING)
+        )
     if options.raw and settings.system and not options.quiet:
         console.say("prompts go without the system text: --raw has no place for it")
     with console.Track("checking lines", unit="bytes", quiet=options.quiet) as progress:

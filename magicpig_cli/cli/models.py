@@ -12,6 +12,7 @@ import typer
 from magicpig_cli.cli.options import AsJson, command_options
 from magicpig_cli.config import DEFAULT_L, ModelOptions, Settings
 from magicpig_cli.errors import MagicpigError
+from magicpig_cli.events import MEASURING
 from magicpig_cli.ui import console
 from magicpig_cli.units import format_bytes, format_count
 
@@ -156,7 +157,7 @@ def _would_happen(shape: ModelShape, settings: Settings) -> dict[str, Any]:
         "softcap": shape.softcap,
     }
     try:
-        chosen = plan_here(shape, settings)
+        chosen = plan_here(shape, settings, lambda: console.say(MEASURING))
     except MagicpigError as problem:
         return report | {
             "problem": problem.message,

@@ -16,7 +16,7 @@ from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.engine.sampling import resolve_sampling
 from magicpig_cli.engine.scheduler import Request, Scheduler
 from magicpig_cli.errors import ContextError, MagicpigError
-from magicpig_cli.events import Event, LoadProgress
+from magicpig_cli.events import MEASURING, Event, LoadProgress
 from magicpig_cli.model import loader
 from magicpig_cli.model.frequencies import settle
 from magicpig_cli.model.shape import ModelShape, shape_from_config
@@ -54,13 +54,15 @@ class Engine:
     def load(cls, settings: Settings, on_progress: Callable[[LoadProgress], None] | None = None) -> Engine:
         """Load what `settings` name. Refuses before weights are read what cannot work or fit.
 
+        A machine whose speeds are not known yet is measured first if on_progress can be told (stage MEASURING).
         Raises ModelError, ContextError, MemoryBudgetError or UsageError.
         """
         begin = time.perf_counter()
         device = loader.resolve_device(settings.model.device)
         config = loader.load_config(settings.model)
         loader.check_supported(config, settings.model.model)
-        plan_here(shape_from_config(config), settings)
+        announce = None if on_progress is None else lambda: on_progress(LoadProgress(MEASURING))
+        plan_here(shape_from_config(config), settings, announce)
         loaded = loader.load_model(settings.model, device, on_progress)
         return cls(settings, loaded, device, time.perf_counter() - begin)
 

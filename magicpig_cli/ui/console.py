@@ -156,6 +156,15 @@ class Track:
             self._said = time.monotonic()
             _write(f"{self.description}: {counts}" + (f" ({done / total:.0%})" if total else ""))
 
+    def note(self, text: str) -> None:
+        """A notice that stays, above the bar if there is one."""
+        if self._bar is not None:
+            from rich.text import Text
+
+            self._bar.console.print(Text(printable(text), style="dim" if _styled() else ""))
+        elif not self._quiet:
+            say(text)
+
     def close(self) -> None:
         """Remove the bar. Further updates show nothing; closing twice is fine."""
         if self._bar is not None:

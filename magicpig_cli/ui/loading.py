@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from magicpig_cli.config import Settings
 from magicpig_cli.engine.engine import Engine
-from magicpig_cli.events import LoadProgress
+from magicpig_cli.events import MEASURING, LoadProgress
 from magicpig_cli.ui import console
 
 
@@ -13,7 +13,10 @@ def load_engine(settings: Settings, *, quiet: bool) -> Engine:
     with console.Track("loading the model", unit="", quiet=quiet) as progress:
 
         def show(event: LoadProgress) -> None:
-            progress.update(event.done, event.total, description=event.stage)
+            if event.stage == MEASURING:
+                progress.note(event.stage)
+            else:
+                progress.update(event.done, event.total, description=event.stage)
 
         engine = Engine.load(settings, show)
     for line in engine.plan.reasons:
