@@ -1,8 +1,8 @@
-"""What a run will do on this machine with this model: a pure function from facts and wishes to a Plan. No I/O, no torch.
+"""What a run will do on this machine with this model: a pure function from facts and wishes to a Plan. No I/O.
 
-`plan` chooses everything that nobody has asked for (`choose`), refuses what cannot be meant (`checks`) or cannot fit,
-then with ways out that were planned too (`ways_out`). A `Plan` counts bytes (`plan`, `memory`), predicts times (`times`)
-and tells why everything is as it is (`reasons`). Decisions: docs/decisions/007.
+`plan` chooses everything that nobody has asked for (`choose`) and refuses what cannot be meant (`checks`) or does not
+fit, with ways out that were planned too (`ways_out`). A `Plan` counts bytes and holds the reason for every choice
+(`memory`, `reasons`); `predict` tells what a run of it will take. Decisions: docs/decisions/007.
 """
 
 from magicpig_cli.planner.choose import plan

@@ -1,4 +1,4 @@
-"""Every choice that nobody has made: from facts, wishes and a profile to a Plan that fits, or a refusal with the sum."""
+"""Every choice that nobody has made: from facts, wishes and a profile to a Plan that fits, or a refusal."""
 
 from __future__ import annotations
 
@@ -233,15 +233,16 @@ def _host_budget(hardware: Hardware, draft: Plan) -> int:
 
 def _within_device(draft: Plan) -> Plan:
     """Chunks and batches that the GPU has room for. Raises MemoryBudgetError."""
-    if draft.gpu is None:
+    gpu = draft.gpu
+    if gpu is None:
         return draft
-    while memory.total(memory.device(draft, 1)) > draft.gpu.free_bytes and draft.chunk > SHORTEST_CHUNK:
+    while memory.total(memory.device(draft, 1)) > gpu.free_bytes and draft.chunk > SHORTEST_CHUNK:
         draft = replace(draft, chunk=max(SHORTEST_CHUNK, draft.chunk // 2))
     one, two = (memory.total(memory.device(draft, batch)) for batch in (1, 2))
-    left = draft.gpu.free_bytes - one
+    left = gpu.free_bytes - one
     if left < 0:
         raise MemoryBudgetError(
-            f"{draft.gpu.name} has no room: {memory.written_out(memory.device(draft, 1))}, but "
-            f"{format_bytes(draft.gpu.free_bytes)} of {format_bytes(draft.gpu.total_bytes)} are free"
+            f"{gpu.name} has no room: {memory.written_out(memory.device(draft, 1))}, but "
+            f"{format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} are free"
         )
     return replace(draft, max_batch=min(draft.max_batch, 1 + left // (two - one)))

@@ -173,10 +173,10 @@ def _expected_growth(plan: Plan, tokens: int, batch: int, generated: int) -> Par
 
 
 def _activations(plan: Plan, batch: int) -> Part:
-    """What a prompt chunk, or the logits of a step, hold beside weights: one layer's worth at a time.
+    """What a prompt chunk, and the logits of a step, hold beside weights: one layer's worth at a time.
 
-    Per token the residual stream twice, queries, keys and values before and after rotary embedding, the attention output
-    three times in float32, and three arrays as wide as the MLP; per chunk one block of scores or rows of the history.
+    Per token the residual stream twice, queries, keys and values before and after rotary embedding, the output of
+    attention three times in float32, and three arrays as wide as the MLP; per chunk a block of scores or history.
     """
     shape, on_host = plan.shape, plan.gpu is None
     value = 4 if on_host or plan.weight_type == "float32" else 2

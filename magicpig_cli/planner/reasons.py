@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from magicpig_cli.hardware import Hardware
 from magicpig_cli.config import Settings
+from magicpig_cli.hardware import Hardware
 from magicpig_cli.planner import memory
 from magicpig_cli.planner.plan import Plan
 from magicpig_cli.planner.predict import predict
@@ -17,7 +17,8 @@ def of(
     plan: Plan, hardware: Hardware, settings: Settings, profile: Profile, why: str, *, wanted: int,
     too_large: Plan | None,
 ) -> tuple[str, ...]:  # fmt: skip
-    """One line per choice. wanted: the context before memory had a say; too_large: recommended tables that do not fit."""
+    """One line per choice. wanted: the context before memory had a say; too_large: with recommended tables, if they
+    do not fit."""
     origin = "default" if profile.name == BUILT_IN.name else f"profile {profile.name}"
     asked = settings.attention
     lines = [
@@ -78,8 +79,8 @@ def _tables(plan: Plan, settings: Settings, origin: str, too_large: Plan | None)
     if too_large is not None:
         need = format_bytes(too_large.sequence_bytes(too_large.context))
         return line + (
-            f"{origin} has K={too_large.K} L={too_large.L}, with which a sequence of {too_large.context:,} tokens needs "
-            f"{need} of {format_bytes(plan.budget_bytes)}; these sample more keys and take less memory"
+            f"{origin} has K={too_large.K} L={too_large.L}, but {too_large.context:,} tokens then need {need} of "
+            f"{format_bytes(plan.budget_bytes)}; these sample more keys and take less memory"
         )
     if asked.K is not None and asked.L is not None:
         return line + "as asked"

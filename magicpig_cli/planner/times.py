@@ -1,8 +1,8 @@
 """Milliseconds of a decode step by stage, from what this machine was measured to do (`hardware.Speeds`).
 
-Reading dominates: weights once per step, rows of exact layers once per step and sequence, sampled rows with gaps. Beside
-it the kernels multiply, tables are looked up, and torch's small operators are called from Python. Where figures of this
-module come from, and how far predictions were off: docs/decisions/007.
+Reading dominates: weights once per step, rows of exact layers once per step and sequence, sampled rows with gaps.
+Beside it the kernels multiply, tables are looked up, and torch's small operators are called from Python. Where figures
+of this module come from, and how far predictions were off: docs/decisions/007.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _products_s(plan: Plan, rates: _Rates, batch: int) -> float:
 
 
 def _transfers_s(plan: Plan, speeds: Speeds, batch: int, sampled: int) -> tuple[float, tuple[str, ...]]:
-    """Queries, codes and results between host and GPU for sampled layers; rows of exact layers to the GPU are `dense`."""
+    """Queries, codes and results between host and GPU, for sampled layers."""
     up, down = speeds.host_to_device_bytes_s, speeds.device_to_host_bytes_s
     left_out = ("products on the GPU, whose memory was not measured",)
     if up is None or down is None:
