@@ -29,10 +29,11 @@ def plan_here(
     not, and times are predicted only if it has been before.
     Raises what `planner.plan` raises, and UsageError for a profile that was asked for and is not there or broken.
     """
-    machine = assume(hardware.probe())
+    real = hardware.probe()
+    machine = assume(real)
     profile, why = profile_for(machine, settings, model_name(settings.model.model))
     chosen = plan(machine, shape, settings, profile, why)  # what cannot work is refused before anything is measured
-    found = speeds_here(machine, chosen.threads, settings.model.device, announce)
+    found = speeds_here(real, chosen.threads, settings.model.device, announce)
     return chosen if found is None else plan(replace(machine, speeds=found), shape, settings, profile, why)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from magicpig_cli.bench.fill import BenchProgress, Fill, duplicate, fill
+from magicpig_cli.bench.predicted import predicted
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.engine.runner import Step
@@ -52,7 +53,9 @@ def run_bench(engine: Engine, request: BenchRequest) -> Iterator[BenchProgress |
                 sequences.append(duplicate(engine, first))
             samples = {mode: _Samples() for mode in request.modes}
             yield from _measure(engine, request, sequences[:batch], samples)
-            yield from _rows(engine, context, batch, filled, samples)
+            for row in _rows(engine, context, batch, filled, samples):
+                expected = predicted(engine.plan, row["mode"], context, batch, request.gen_tokens)
+                yield {**row, "predicted": expected}
         del first, sequences  # before the next context is filled
 
 
