@@ -103,7 +103,8 @@ def cells(case: Case, shape: ModelShape) -> list[str]:
     try:
         chosen = plan(machine, shape, settings, profile, why)
     except MagicpigError as refusal:
-        return [*begin, "-", "-", "-", f"{refusal.message}. Instead: {refusal.hint}", ""]
+        need = refusal.message.rpartition(" = ")[2]  # of a sum, what it comes to and what there is
+        return [*begin, "-", "-", "-", f"refused: {need}. {refusal.hint}", "-"]
     host = reserved_host(chosen, chosen.context, chosen.batch_size)
     there = device(chosen, chosen.batch_size)
     on_device = format_bytes(total(there)) if there else "-"

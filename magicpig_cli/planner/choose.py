@@ -195,11 +195,11 @@ def _tables_that_fit(draft: Plan, settings: Settings, profile: Profile) -> _Choi
         if candidate.sequence_bytes(candidate.context) <= candidate.budget_bytes:
             return _Choice(candidate, None if candidate is draft else draft)
     if settings.context is not None:
-        raise MemoryBudgetError(_refusal(candidates[-1], draft.context))
+        raise MemoryBudgetError(_refusal(candidates[-1], draft.context, smallest=len(candidates) > 1))
     best = max(candidates, key=lambda plan: plan.longest_that_fits(plan.context))
     context = best.longest_that_fits(draft.context)
     if context == 0:
-        raise MemoryBudgetError(_refusal(best, 1))
+        raise MemoryBudgetError(_refusal(best, 1, smallest=False))
     best = replace(best, context=context)
     recommended = _with_tables(best, _recommended(profile, settings.attention, context))
     if recommended.sequence_bytes(context) <= recommended.budget_bytes:
@@ -207,11 +207,13 @@ def _tables_that_fit(draft: Plan, settings: Settings, profile: Profile) -> _Choi
     return _Choice(best, draft)
 
 
-def _refusal(draft: Plan, tokens: int) -> str:
+def _refusal(draft: Plan, tokens: int, *, smallest: bool) -> str:
     """`one sequence of 131,072 tokens does not fit: 15.0 GiB weights + … = 40.1 GiB, but 32.0 GiB are free`."""
     parts = memory.reserved_host(draft, tokens)
     free = draft.budget_bytes + draft.weights_bytes + draft.host_reserve
     what = f"one sequence of {tokens:,} tokens" if tokens > 1 else "one token with its window"
+    if smallest:
+        what += f", with the smallest tables (K={draft.K} L={draft.L}),"
     return f"{what} does not fit: {memory.written_out(parts)}, but {format_bytes(free)} of memory are free"
 
 

@@ -28,7 +28,7 @@ def ways_out(fits: Fits, hardware: Hardware, shape: ModelShape, settings: Settin
         text for text, changed in _changes(fits, hardware, shape, settings) if _works(fits, hardware, shape, changed)
     ]
     words = found[:WAYS]
-    for way in (_more_memory, _smaller_model):
+    for way in (_more_memory, _larger_gpu, _smaller_model):
         if len(words) < WAYS and (text := way(fits, hardware, shape, settings)):
             words.append(text)
     return "; or ".join(words) if words else "a smaller model, or a machine with more memory"
@@ -106,6 +106,15 @@ def _more_memory(fits: Fits, hardware: Hardware, shape: ModelShape, settings: Se
             low = middle
     missing = -(-(high - hardware.memory_free) // ROUND_BYTES) * ROUND_BYTES
     return f"{format_bytes(missing)} more free memory"
+
+
+def _larger_gpu(fits: Fits, hardware: Hardware, shape: ModelShape, settings: Settings) -> str | None:
+    """How much GPU memory would do, where that is what is missing."""
+    for size in range(1 << 30, 1 << 38, 1 << 30):
+        larger = tuple(replace(gpu, total_bytes=size, free_bytes=size) for gpu in hardware.gpus)
+        if larger and _works(fits, replace(hardware, gpus=larger), shape, settings):
+            return f"a GPU with {format_bytes(size)} free"
+    return None
 
 
 def _smaller_model(fits: Fits, hardware: Hardware, shape: ModelShape, settings: Settings) -> str | None:

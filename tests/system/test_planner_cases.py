@@ -215,7 +215,7 @@ def test_ways_out_of_a_refusal_work(model, context, gpu, memory_gib, options):
     else:
         assert model.startswith("Mistral"), "this row is here to be refused"
         return
-    sums = re.search(r": (.*), but ([\d.]+ [KMGT]iB) (?:of .* )?are free", error.message)
+    sums = re.search(r"(?:fit|room|sequences): (.*), but ([\d.]+ [KMGT]iB) (?:of .* )?are free", error.message)
     assert sums, error.message
     assert_adds_up(sums[1])
     ways = error.hint.split("; or ")
@@ -223,6 +223,10 @@ def test_ways_out_of_a_refusal_work(model, context, gpu, memory_gib, options):
     for way in ways:
         if way.startswith("-"):
             typed(hardware, SHAPES[model], asked, way)
+        elif match := re.fullmatch(r"a GPU with ([\d.]+) GiB free", way):
+            size = int(float(match[1]) * GIB)
+            larger = tuple(replace(found, total_bytes=size, free_bytes=size) for found in hardware.gpus)
+            plan(replace(hardware, gpus=larger), SHAPES[model], asked, PAPER)
         elif match := re.fullmatch(r"([\d.]+) GiB more free memory", way):
             more = replace(hardware, memory_free=hardware.memory_free + int((float(match[1]) + 0.05) * GIB))
             plan(more, SHAPES[model], asked, PAPER)
@@ -298,3 +302,10 @@ def test_a_profile_is_followed_and_named():
     for words in ("tables K=9 L=100: as asked", "sink 8: as asked", "local 32: as asked", "dense layers 1: as asked",
                   "attention lsh: as asked", "rows int8: as asked"):  # fmt: skip
         assert words in text
+
+
+def test_what_is_refused_on_a_gpu_names_the_gpu_that_would_do():
+    with pytest.raises(MemoryBudgetError) as caught:
+        plan(machine(256, "L20"), SHAPES["Llama-3.1-70B"], settings(32_768), PAPER)
+    assert len(caught.value.hint.split("; or ")) == 3
+    assert "a GPU with" in caught.value.hint
