@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 
 stamp=.venv/.magicpig-setup
 extras=gguf
-if [ "${1:-}" = "--dev" ] || grep -qs '^dev' $stamp; then extras=dev,gguf; fi
+if [ "${1:-}" = "--dev" ] || grep -qs '^dev' $stamp; then extras=dev,gguf,plot; fi
 
 if [ ! -x .venv/bin/python ]; then
   echo "setup: creating .venv" >&2
