@@ -15,10 +15,11 @@ import torch
 
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.engine.engine import Engine
+from magicpig_cli.kernels.memory import give_back_freed
 from magicpig_cli.model.rotary import RotaryShift
 
 FILL_LIMIT_S = 60.0  # a tiled fill prefills for at most this long; `auto` is real where that is enough
-_TILE_ROWS = 4096  # rows copied at a time
+_COPIED_ROWS = 1024  # at a time: a copy of a whole layer would be its size in memory beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +107,12 @@ def repeat_rows(sequence: Sequence, length: int, shift: RotaryShift) -> Iterator
     """Extend every layer to `length` rows by repeating the rows it has, rotated to where they will stand."""
     base = sequence.length
     for number, layer in enumerate(sequence.layers):
-        source = layer.copy_rows()
         while layer.length < length:
             turn, offset = divmod(layer.length, base)
-            rows = source[:, offset : min(base, offset + _TILE_ROWS, offset + length - layer.length)]
+            rows = layer.read(offset, min(base, offset + _COPIED_ROWS, offset + length - layer.length))
             keys = shift.shift(rows[:, :, 0], by=turn * base)
             layer.extend(torch.stack([keys, rows[:, :, 1]], dim=2))
+        give_back_freed()
         yield BenchProgress("repeating rows", number + 1, len(sequence.layers))
     sequence.commit((sequence.ids * -(-length // base))[base:length])
 
@@ -120,7 +121,10 @@ def duplicate(engine: Engine, sequence: Sequence) -> Sequence:
     """A second sequence with the same tokens in memory of its own."""
     copy = engine.new_sequence()
     for source, target in zip(sequence.layers, copy.layers, strict=True):
-        target.extend(source.copy_rows())
+        for start in range(0, source.length, _COPIED_ROWS):
+            target.extend(source.read(start, min(source.length, start + _COPIED_ROWS)))
+        give_back_freed()
     copy.commit(list(sequence.ids))
     engine.runner.build_index(copy)
+    give_back_freed()
     return copy

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from magicpig_cli.bench.noise import complaints, variation
+from magicpig_cli.bench.predicted import predicted
 from magicpig_cli.bench.samples import Samples
 from magicpig_cli.events import STAGES, StepStats
 
@@ -61,6 +62,7 @@ def _row(engine: Engine, case: Case, mode: str, sample: Samples, exact: Samples 
         "stages_ms": {stage: float(np.mean([step.stages_ms[stage] for step in sample.steps])) for stage in STAGES},
         "memory": sample.memory if sampling else _without_index(sample.memory),
         "attn_error": _errors(sample.errors),
+        "predicted": predicted(engine.plan, mode, case.context, case.batch, len(sample.repetitions[0])),
         "speedup_vs_exact": None if exact is None else float(np.median(exact.wall_ms)) / p50,
         "conditions": sample.conditions().as_json(),
         "warnings": [

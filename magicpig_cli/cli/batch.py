@@ -305,7 +305,7 @@ class _Run:
         from magicpig_cli.batch.runner import Progress
 
         try:
-            engine = self._load(prepared.checked)
+            engine = self._load(prepared)
         except KeyboardInterrupt:
             return self._tell_interrupted(Progress(prepared.checked.total))
         with self._output() as output:
@@ -320,11 +320,13 @@ class _Run:
             console.say(self._summary_line(progress, summary))
         return SOME_FAILED if progress.failed else 0
 
-    def _load(self, checked: Checked) -> Engine | None:
+    def _load(self, prepared: _Prepared) -> Engine | None:
         """The model; none if no line needs it."""
         from magicpig_cli.ui.loading import load_engine
 
-        return load_engine(self.settings, quiet=self.options.quiet) if checked.good else None
+        if not prepared.checked.good:
+            return None
+        return load_engine(self.settings, quiet=self.options.quiet, planned=prepared.plan)
 
     def _output(self) -> Output:
         from magicpig_cli.batch.writer import Output

@@ -23,6 +23,7 @@ from magicpig_cli.config import INDEX_FROM
 from magicpig_cli.engine.builder import IndexBuilder
 from magicpig_cli.events import STAGES, StepStats
 from magicpig_cli.kernels import window_type
+from magicpig_cli.kernels.memory import give_back_freed
 from magicpig_cli.model import hook
 from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.planner import Plan
@@ -114,6 +115,7 @@ class ModelRunner:
                 done += len(chunk)
                 if last:
                     self.build_index(sequence, mode)
+                give_back_freed()
                 yield done, logits[0].float()
         except BaseException:
             sequence.rollback()
