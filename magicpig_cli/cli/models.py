@@ -130,13 +130,13 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Say what would happen with a model on this machine, or on another one; only its config is read."""
-    from magicpig_cli.cards import assumed, card
+    from magicpig_cli import hardware
+    from magicpig_cli.cards import assumed
     from magicpig_cli.model.loader import load_config
     from magicpig_cli.model.shape import shape_from_config, unsupported_reason
 
     memory = None if assume_memory is None else parse_bytes(assume_memory)
-    if assume_gpu is not None:
-        card(assume_gpu)  # a wrong name is refused before anything is read
+    assumed(hardware.probe(), assume_gpu, memory)  # what nobody knows is refused before anything is read
     settings = replace(settings, model=replace(settings.model, model=model))
     config = load_config(settings.model)
     report: dict[str, Any] = {"model": model, "family": getattr(config, "model_type", None)}
