@@ -105,7 +105,7 @@ def test_no_character_of_the_answer_is_lost(start, terminal):
     assert with_panel[1:-1] == plain.everything()  # before it the notice that there is no template
 
 
-@pytest.mark.parametrize("columns", [42, 60, 140])
+@pytest.mark.parametrize("columns", [42, 140])
 def test_a_resize_leaves_nothing_behind(start, terminal, columns):
     process = start("chat", "tell me", "-n", "6000", "--temperature", "0")
     terminal.wait_for("answering")
