@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "interrupted"]
+MEASURING = "measuring this machine: 2 s, kept for next time"  # stage of a LoadProgress
 STAGES = ("dense", "hash", "retrieve", "attend", "merge", "window", "other")
 
 

@@ -10,39 +10,39 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from magicpig_cli.gpus import Gpu as Gpu  # named here too: part of Hardware
+from magicpig_cli.gpus import probe_gpus
+
 UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes a page-rounded 2^63 for "no limit"
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One CUDA device."""
-
-    index: int
-    name: str
-    total_bytes: int
-    free_bytes: int
-    pcie_generation: int | None = None  # of the link; None = unknown
-    pcie_lanes: int | None = None
+CACHE_UNKNOWN_BYTES = 64 << 20  # last-level cache, taken where the system does not tell
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What this machine was measured to do with `threads` threads; the planner predicts times from it."""
+    """What this machine was measured to do with `threads` threads; the planner predicts times from it.
+
+    Look-ups are said for one thread, whatever `threads` is: a query head that visits T tables and counts I ids takes
+    T · visit_ns + I · count_ns.
+    """
 
     threads: int
     sequential_bytes_s: float  # rows read one after another
     gather_bytes_s: float  # ascending rows read with gaps
-    count_ns: float  # one id counted in a table look-up, one thread
+    count_ns: float  # one id counted in a table look-up
     product_bytes_s: Mapping[str, float]  # weights read by a product with one row: float32, bfloat16, int8
     operator_us: float  # one small torch operator, called from Python
     host_to_device_bytes_s: float | None = None  # pinned copies; None = no device
     device_to_host_bytes_s: float | None = None
+    visit_ns: float = 0.0  # one table visited in a look-up, beside the ids in its bucket
+    buffer_bytes: int = 0  # of memory that reads and products went through, so that none found in a cache what it read
+    cache_bytes: int = 0  # last-level cache of the CPUs in use
+    cpu_share: float = 1.0  # of `threads` cores that this process got meanwhile; well below 1: others were busy there
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +89,29 @@ def probe(root: Path = Path("/")) -> Hardware:
     )
 
 
-def probe_gpus() -> tuple[Gpu, ...]:
-    """CUDA devices as torch sees them; none with a CPU-only torch or without a driver."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return ()
-    gpus = []
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        gpus.append(Gpu(index, torch.cuda.get_device_name(index), total, free))
-    return tuple(gpus)
-
-
 def openmp_runtimes(root: Path = Path("/")) -> tuple[str, ...]:
     """File names of the OpenMP libraries that this process has loaded, one per file. Two mean oversubscribed cores."""
     paths = re.findall(r"\s(/\S*/lib(?:g|i)?omp5?[-.]\S*)", _read(root / "proc/self/maps"))
     return tuple(sorted(Path(path).name for path in dict.fromkeys(paths)))
+
+
+def cache_bytes(root: Path = Path("/"), cpus: Collection[int] = ()) -> int:
+    """Last-level cache that these CPUs (none: those of this process) reach together, each cache counted once.
+
+    Linux writes "32768K"; where it does not tell, CACHE_UNKNOWN_BYTES.
+    """
+    folders = _numbered(root / "sys/devices/system/cpu", "cpu")
+    wanted = cpus or _allowed_cpus(root) or folders
+    caches: dict[str, int] = {}  # by the CPUs that share one
+    for cpu in folders.keys() & set(wanted):
+        levels = _numbered(folders[cpu] / "cache", "index")
+        for _, level in sorted(levels.items(), reverse=True):
+            size = re.fullmatch(r"(\d+)([KM])", _read(level / "size").strip())
+            if size:
+                shared = _read(level / "shared_cpu_list").strip()
+                caches[shared] = int(size[1]) << {"K": 10, "M": 20}[size[2]]
+                break
+    return sum(caches.values()) or CACHE_UNKNOWN_BYTES
 
 
 def _kernel_tiers() -> tuple[str, tuple[str, ...]]:
@@ -171,10 +177,9 @@ def _allowed_cpus(root: Path) -> set[int]:
 
 
 def _parse_cpu_list(text: str) -> set[int]:
-    """`0-3,8` → {0, 1, 2, 3, 8}."""
+    """`0-3,8` → {0, 1, 2, 3, 8}. What is no number is left out."""
     cpus: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         cpus |= set(range(int(first), int(last or first) + 1))
     return cpus
 
@@ -182,20 +187,20 @@ def _parse_cpu_list(text: str) -> set[int]:
 def _own_cgroups(root: Path, controller: str) -> list[Path]:
     """Folders of this process's cgroup for one controller and of all its ancestors, v1 and v2, that exist.
 
-    A container may show its own cgroup as the mount's root while /proc/self/cgroup still names the host's path; the
-    root is therefore always among them.
+    A container may show its own cgroup as the mount's root while /proc/self/cgroup still names the host's path, or
+    nothing; the root is therefore always among them.
     """
     mount = root / "sys/fs/cgroup"
-    folders: list[Path] = []
+    folders = [mount, mount / controller]
     for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers == "":
             tops = [mount, mount / "unified"]
         elif controller in controllers.split(","):
             tops = [mount / controllers, mount / controller]
         else:
             continue
-        own = Path(path.strip("/"))
+        own = Path(*(part for part in path.split("/") if part not in ("", "..")))  # `/../x`: above what we can see
         folders += [top / part for top in tops for part in (own, *own.parents)]
     return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
 
@@ -207,7 +212,7 @@ def _cpu_quota(root: Path) -> int:
         limits = _read(folder / "cpu.max").split()  # v2: "400000 100000", "max 100000"
         if not limits:  # v1; -1 = no quota
             limits = (_read(folder / "cpu.cfs_quota_us") + " " + _read(folder / "cpu.cfs_period_us")).split()
-        if len(limits) == 2 and limits[0].isdigit() and int(limits[1]) > 0:
+        if len(limits) == 2 and limits[0].isdigit() and limits[1].isdigit() and int(limits[1]) > 0:
             shares.append(int(limits[0]) / int(limits[1]))
     return max(1, math.floor(min(shares))) if shares else sys.maxsize
 
@@ -222,26 +227,37 @@ def _machine_memory(root: Path) -> tuple[int, int]:
 
 
 def _memory_limit(root: Path) -> tuple[int, int]:
-    """(tightest limit, least room under any limit) in bytes; UNLIMITED_BYTES where there is none.
-
-    Page cache that can be dropped (`inactive_file`) counts as room: files once read fill a container to its limit.
-    """
+    """(tightest limit, least room under any limit) in bytes; UNLIMITED_BYTES where there is none."""
     limit = room = UNLIMITED_BYTES
-    names = [
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ]
     for folder in _own_cgroups(root, "memory"):
-        for limit_name, usage_name, cache_name in names:
-            text = _read(folder / limit_name).strip()
-            if not text.isdigit() or int(text) >= UNLIMITED_BYTES:
-                continue
-            used = int(_read(folder / usage_name).strip() or 0)
-            cache = re.search(rf"^{cache_name} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
-            used -= min(used, int(cache[1])) if cache else 0
-            limit = min(limit, int(text))
-            room = min(room, max(0, int(text) - used))
+        statistics = {
+            name: int(value) for name, value in re.findall(r"(?m)^(\w+) (\d+)$", _read(folder / "memory.stat"))
+        }
+        used = _memory_used(folder, statistics)
+        for bound in _memory_bounds(folder, statistics):
+            limit = min(limit, bound)
+            room = min(room, max(0, bound - used))
     return limit, room
+
+
+def _memory_bounds(folder: Path, statistics: Mapping[str, int]) -> list[int]:
+    """Limits of one cgroup in bytes. Above memory.high a process is not killed but slowed until it stands still.
+
+    v1 also says the tightest limit of all ancestors, which a container may not see itself.
+    """
+    texts = [_read(folder / name).strip() for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
+    bounds = [int(text) for text in texts if text.isdigit()]
+    bounds.append(statistics.get("hierarchical_memory_limit", UNLIMITED_BYTES))
+    return [bound for bound in bounds if bound < UNLIMITED_BYTES]
+
+
+def _memory_used(folder: Path, statistics: Mapping[str, int]) -> int:
+    """Bytes in use without page cache that can be dropped: files once read fill a container to its limit."""
+    for usage, cache in (("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file")):
+        text = _read(folder / usage).strip()
+        if text.isdigit():
+            return max(0, int(text) - statistics.get(cache, 0))
+    return 0
 
 
 def _process_bytes(root: Path) -> int:
@@ -250,3 +266,13 @@ def _process_bytes(root: Path) -> int:
     if len(fields) > 2:
         return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
     return psutil.Process().memory_info().rss
+
+
+def quota_stopped_s(root: Path = Path("/")) -> float:
+    """Seconds for which CPU quotas have held the cgroups of this process so far: the one that was held longest."""
+    held = [0.0]
+    for folder in _own_cgroups(root, "cpu"):
+        fields = dict(line.split() for line in _read(folder / "cpu.stat").splitlines() if len(line.split()) == 2)
+        held.append(int(fields.get("throttled_usec", 0)) / 1e6)  # v2
+        held.append(int(fields.get("throttled_time", 0)) / 1e9)  # v1
+    return max(held)

@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from magicpig_cli import hardware, profiles
+from magicpig_cli import hardware, profiles, speeds
 from magicpig_cli.config import Settings
-from magicpig_cli.hardware import Hardware
+from magicpig_cli.gpus import Gpu
+from magicpig_cli.hardware import Hardware, Speeds
 from magicpig_cli.model.name import model_name
 from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.planner import Plan, plan
 from magicpig_cli.profiles import Profile
 
 
-def plan_here(shape: ModelShape, settings: Settings) -> Plan:
-    """The plan of a run of this model on this machine.
+def _as_it_is(machine: Hardware) -> Hardware:
+    return machine
 
+
+def plan_here(
+    shape: ModelShape, settings: Settings, announce: Callable[[], None] | None = None,
+    assume: Callable[[Hardware], Hardware] = _as_it_is,
+) -> Plan:  # fmt: skip
+    """The plan of a run of this model on this machine, or on what `assume` makes of it (`cards.assumed`).
+
+    announce: called before this machine is measured, which takes two seconds and is kept for next time; None: it is
+    not, and times are predicted only if it has been before.
     Raises what `planner.plan` raises, and UsageError for a profile that was asked for and is not there or broken.
     """
-    machine = hardware.probe()
+    real = hardware.probe()
+    machine = assume(real)
     profile, why = profile_for(machine, settings, model_name(settings.model.model))
-    chosen = plan(machine, shape, settings, profile)
-    return replace(chosen, reasons=(*chosen.reasons, f"profile {profile.name}: {why}"))
+    chosen = plan(machine, shape, settings, profile, why)  # what cannot work is refused before anything is measured
+    found = speeds_here(real, chosen.threads, settings.model.device, announce)
+    return chosen if found is None else plan(replace(machine, speeds=found), shape, settings, profile, why)
+
+
+def speeds_here(
+    machine: Hardware, threads: int, device: str, announce: Callable[[], None] | None, *, anew: bool = False
+) -> Speeds | None:
+    """Speeds with `threads` threads, and of copies to the GPU that `--device` means; see `speeds.load_or_measure`."""
+    return speeds.load_or_measure(machine, threads, _gpu(machine, device), announce=announce, anew=anew)
+
+
+def _gpu(machine: Hardware, device: str) -> Gpu | None:
+    """The GPU that `auto`, `cuda` or `cuda:N` means here; None on a CPU."""
+    kind, _, number = device.partition(":")
+    return None if kind == "cpu" else next((gpu for gpu in machine.gpus if gpu.index == int(number or 0)), None)
 
 
 def profile_for(machine: Hardware, settings: Settings, model: str | None = None) -> tuple[Profile, str]:

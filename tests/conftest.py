@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from magicpig_cli import speeds
 from magicpig_cli.config import ModelOptions
 from magicpig_cli.errors import ModelError
+from magicpig_cli.hardware import Speeds
 from magicpig_cli.model import demo
 
 if TYPE_CHECKING:
@@ -24,6 +27,22 @@ settings.register_profile("any-machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any-machine")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests of fetching bring their own Hub
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the command sets it, before torch is loaded
+
+
+STEADY_SPEEDS = Speeds(
+    threads=1, sequential_bytes_s=20e9, gather_bytes_s=15e9, count_ns=1.2, operator_us=4.0, visit_ns=25.0,
+    product_bytes_s={"float32": 20e9, "bfloat16": 15e9, "int8": 15e9}, buffer_bytes=1 << 30, cache_bytes=32 << 20,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session", autouse=True)
+def steady_speeds() -> Iterator[Speeds]:
+    """No test measures this machine unasked or plans with what is kept of it: speeds are the same everywhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            speeds, "load_or_measure", lambda machine, threads, gpu=None, **_: replace(STEADY_SPEEDS, threads=threads)
+        )
+        yield STEADY_SPEEDS
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from magicpig_cli.batch.reader import JsonlSource
 from magicpig_cli.batch.request import RequestMaker
 from magicpig_cli.config import Settings
@@ -13,16 +15,17 @@ from magicpig_cli.planning import plan_here
 
 
 def without_weights(
-    settings: Settings, source: JsonlSource, raw: bool, allow_outside_files: bool
+    settings: Settings, source: JsonlSource, raw: bool, allow_outside_files: bool, announce: Callable[[], None]
 ) -> tuple[RequestMaker, Plan]:
     """Config, tokenizer and plan of the model that `settings` name.
 
+    announce: called before this machine is measured, which happens once.
     Raises ModelError, ContextError, MemoryBudgetError or UsageError for what could not run.
     """
     loader.resolve_device(settings.model.device)
     config = loader.load_config(settings.model)
     loader.check_supported(config, settings.model.model)
-    planned = plan_here(shape_from_config(config), settings)
+    planned = plan_here(shape_from_config(config), settings, announce)
     generation_config = loader.load_generation_config(settings.model)
     tokenizer = loader.load_tokenizer(settings.model)
     maker = RequestMaker(

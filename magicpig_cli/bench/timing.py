@@ -12,20 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from magicpig_cli.hardware import cache_bytes
 from magicpig_cli.kernels.memory import HUGE_PAGE_BYTES, aligned_bytes
 
-_L3_UNKNOWN_BYTES = 64 << 20  # taken where the system does not tell
 _CLAIM_BYTES = 256 << 20
 _COLD_FACTOR = 4  # times the L3 that are streamed between calls: a victim cache keeps some of what is read once
 
 
 def l3_bytes(root: Path = Path("/")) -> int:
-    """Size of the last-level cache of the first CPU, as Linux reports it ("32768K"); 64 MiB where it does not."""
-    try:
-        text = (root / "sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
-        return int(text[:-1]) << {"K": 10, "M": 20}[text[-1]]
-    except (OSError, KeyError, ValueError, IndexError):
-        return _L3_UNKNOWN_BYTES
+    """Size of the last-level cache of the first CPU."""
+    return cache_bytes(root, cpus=(0,))
 
 
 class ColdCache:

@@ -18,6 +18,7 @@ import typer
 from magicpig_cli.cli.options import AsJson, NoLive, Quiet, command_options
 from magicpig_cli.config import Settings
 from magicpig_cli.errors import INTERRUPTED, MagicpigError, UsageError
+from magicpig_cli.events import MEASURING
 from magicpig_cli.ui import console
 from magicpig_cli.units import format_seconds
 
@@ -198,8 +199,10 @@ def _prepare(settings: Settings, options: _Options, source: JsonlSource) -> _Pre
     from magicpig_cli.batch.prepare import without_weights
 
     began = time.monotonic()
-    with console.Track("reading the tokenizer", quiet=options.quiet):
-        maker, plan = without_weights(settings, source, options.raw, options.allow_outside_files)
+    with console.Track("reading the tokenizer", quiet=options.quiet) as progress:
+        maker, plan = without_weights(
+            settings, source, options.raw, options.allow_outside_files, lambda: progress.note(MEASURING)
+        )
     if options.raw and settings.system and not options.quiet:
         console.say("prompts go without the system text: --raw has no place for it")
     with console.Track("checking lines", unit="bytes", quiet=options.quiet) as progress:
@@ -302,7 +305,7 @@ class _Run:
         from magicpig_cli.batch.runner import Progress
 
         try:
-            engine = self._load(prepared.checked)
+            engine = self._load(prepared)
         except KeyboardInterrupt:
             return self._tell_interrupted(Progress(prepared.checked.total))
         with self._output() as output:
@@ -317,11 +320,13 @@ class _Run:
             console.say(self._summary_line(progress, summary))
         return SOME_FAILED if progress.failed else 0
 
-    def _load(self, checked: Checked) -> Engine | None:
+    def _load(self, prepared: _Prepared) -> Engine | None:
         """The model; none if no line needs it."""
         from magicpig_cli.ui.loading import load_engine
 
-        return load_engine(self.settings, quiet=self.options.quiet) if checked.good else None
+        if not prepared.checked.good:
+            return None
+        return load_engine(self.settings, quiet=self.options.quiet, planned=prepared.plan)
 
     def _output(self) -> Output:
         from magicpig_cli.batch.writer import Output

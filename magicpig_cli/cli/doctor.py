@@ -4,30 +4,44 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from magicpig_cli.cli.options import AsJson, command_options
 from magicpig_cli.config import Settings
+from magicpig_cli.events import MEASURING
 
 if TYPE_CHECKING:
-    from magicpig_cli.hardware import Hardware
+    from magicpig_cli.gpus import Gpu
+    from magicpig_cli.hardware import Hardware, Speeds
     from magicpig_cli.profiles import Profile
 
 _PACKAGES = ("torch", "transformers", "huggingface-hub", "safetensors", "numpy")
 
 
 @command_options("model", only=("device", "profile"))
-def doctor(settings: Settings, as_json: AsJson = False) -> None:
-    """Show versions, cores, memory, GPUs and what the kernels use on this machine."""
+def doctor(
+    settings: Settings,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure speeds again, instead of once.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show versions, cores, memory, GPUs, what the kernels use on this machine, and its measured speeds."""
     import torch  # noqa: F401  its libraries are part of what is examined
 
     from magicpig_cli import hardware
-    from magicpig_cli.planning import profile_for
+    from magicpig_cli.planning import profile_for, speeds_here
+    from magicpig_cli.ui import console
 
     machine = hardware.probe()
     runtimes = hardware.openmp_runtimes()
     profile, why = profile_for(machine, settings)
+    device = settings.model.device
+    speeds = speeds_here(machine, machine.threads, device, lambda: console.say(MEASURING), anew=measure)
+    machine = replace(machine, speeds=speeds)
     if as_json:
         print(json.dumps(report(machine, runtimes, profile)))
     else:
@@ -51,13 +65,11 @@ def report(machine: Hardware, runtimes: tuple[str, ...], profile: Profile) -> di
             "free_bytes": machine.memory_free,
             "limit_bytes": machine.memory_limit,
         },
-        "gpus": [
-            {"index": gpu.index, "name": gpu.name, "total_bytes": gpu.total_bytes, "free_bytes": gpu.free_bytes}
-            for gpu in machine.gpus
-        ],
+        "gpus": [asdict(gpu) for gpu in machine.gpus],
         "openmp_runtimes": list(runtimes),
         "profile": profile.name,
         "hub": _hub(),
+        "speeds": None if machine.speeds is None else asdict(machine.speeds),
     }
 
 
@@ -88,9 +100,6 @@ def _print_page(machine: Hardware, runtimes: tuple[str, ...], profile: str) -> N
 
     hub, config = _hub(), config_path()
     limit = "" if machine.memory_limit is None else f", container limit {format_bytes(machine.memory_limit)}"
-    gpus = [
-        f"{gpu.name}, {format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free" for gpu in machine.gpus
-    ]
     rows = [
         ("versions", ", ".join(f"{name} {version or 'missing'}" for name, version in _versions().items())),
         ("system", f"{platform.system()} {platform.release()} {platform.machine()}{_platform_note()}"),
@@ -100,14 +109,61 @@ def _print_page(machine: Hardware, runtimes: tuple[str, ...], profile: str) -> N
         ("threads", str(machine.threads)),
         ("NUMA nodes", str(machine.numa_nodes)),
         ("memory", f"{format_bytes(machine.memory_free)} of {format_bytes(machine.memory_total)} free{limit}"),
-        *((f"GPU {number}", text) for number, text in enumerate(gpus)),
-        *([("GPU", "none that torch can use")] if not gpus else []),
+        *((f"GPU {gpu.index}", _gpu(gpu)) for gpu in machine.gpus),
+        *([("GPU", "none that torch can use")] if not machine.gpus else []),
+        *(_speeds(machine.speeds) if machine.speeds is not None else [("speeds", "no memory to measure them in")]),
         ("OpenMP", ", ".join(runtimes) + (" (more than one: they compete for cores)" if len(runtimes) > 1 else "")),
         ("profile", profile),
         ("config", f"{config}{'' if config.exists() else ' (not there)'}"),
         ("Hub cache", f"{hub['cache']}, token {'present' if hub['token'] else 'not set'}"),
     ]
     console.print_table(("", ""), rows)
+
+
+def _gpu(gpu: Gpu) -> str:
+    """Name, memory, and the link where the management library tells."""
+    from magicpig_cli.units import format_bytes
+
+    link = [
+        *([f"PCIe {gpu.pcie_generation}"] if gpu.pcie_generation else []),
+        *([f"{gpu.pcie_lanes} lanes"] if gpu.pcie_lanes else []),
+    ]
+    memory = f"{format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free"
+    return ", ".join((gpu.name, memory, *link))
+
+
+def _speeds(speeds: Speeds) -> Iterator[tuple[str, str]]:
+    """What was measured, in rows."""
+    from magicpig_cli.speeds import UNDISTURBED
+    from magicpig_cli.units import format_bytes
+
+    many = f"{speeds.threads} thread{'s' if speeds.threads > 1 else ''}"
+    through = f"{format_bytes(speeds.buffer_bytes)}; caches {format_bytes(speeds.cache_bytes)}"
+    yield (
+        "memory speed",
+        f"{_gb_s(speeds.sequential_bytes_s)} in order, {_gb_s(speeds.gather_bytes_s)} by sorted rows "
+        f"({many}, through {through})",
+    )
+    products = ", ".join(f"{form} {_gb_s(rate)}" for form, rate in speeds.product_bytes_s.items())
+    yield "weights read", f"{products}, by a product with one row ({many})"
+    yield (
+        "look-ups",
+        f"{speeds.visit_ns:.1f} ns per table and {speeds.count_ns:.2f} ns per id (1 thread); "
+        f"{speeds.operator_us:.1f} µs per small torch operator",
+    )
+    if speeds.cpu_share < UNDISTURBED:
+        yield (
+            "disturbed",
+            f"other programs had {1 - speeds.cpu_share:.0%} of the cores while this was measured; when they are done: "
+            "magicpig doctor --measure",
+        )
+    if speeds.host_to_device_bytes_s and speeds.device_to_host_bytes_s:
+        there, back = _gb_s(speeds.host_to_device_bytes_s), _gb_s(speeds.device_to_host_bytes_s)
+        yield "GPU copies", f"{there} there, {back} back, from pinned memory"
+
+
+def _gb_s(bytes_s: float) -> str:
+    return f"{bytes_s / 1e9:.1f} GB/s"
 
 
 def _kernels(machine: Hardware) -> str:

@@ -1,18 +1,9 @@
-"""Linear layers on a CPU: each weight held once, in 2 or 1 bytes per value, and multiplied by phase.
-
-Decode is bound by reading weights, so it multiplies the stored type itself (torch's bfloat16 or int8 product over
-activations rounded to bfloat16). Prefill is bound by arithmetic, so it multiplies float32: each block of rows is cast
-into one buffer that all layers share. The phase decides, never the number of rows: a batch neighbour must not change
-the kernel that a sequence sees (DESIGN.md, "Determinism contract"). Outside the products all is float32.
-Measured in docs/decisions/005.
-"""
+"""Linear layers and embeddings of a model on a CPU, replaced by ones that hold 2 or 1 bytes per value: `stored.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
@@ -21,126 +12,19 @@ from transformers import PreTrainedModel
 from magicpig_cli.events import LoadProgress
 from magicpig_cli.model.progress import Report, ignore
 from magicpig_cli.model.shape import INT8_MULTIPLE
+from magicpig_cli.model.stored import (
+    Form,
+    Holder,
+    Products,
+    Stored,
+    StoredEmbedding,
+    StoredLinear,
+    own_products,
+    stored,
+)
 
-Form = Literal["bfloat16", "int8"]
-
-BUFFER_VALUES = 1 << 22  # float32 values that prefill casts at a time: 16 MiB
 _ATTRIBUTE = "magicpig_products"  # of the model, where its Products are
 _GEMMA_FACTOR = "scalar_embed_scale"  # attribute of Gemma 3's embedding: what its forward multiplies rows by
-
-
-class Products:
-    """What the stored layers of one model share: the phase of the forward that is running, and the cast buffer."""
-
-    def __init__(self) -> None:
-        self.prefill = False
-        self._buffer: torch.Tensor | None = None  # made by the first prefill, then kept: its page faults are paid once
-
-    def as_float32(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight [n, K] as float32, valid until the next call."""
-        size = weight.numel()
-        if self._buffer is None or len(self._buffer) < size:
-            self._buffer = torch.empty(max(size, BUFFER_VALUES))
-        return self._buffer[:size].view(weight.shape).copy_(weight)
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A weight [N, K]: bfloat16 (scale None), or int8 with scale bfloat16 [N]; value = integer · scale of its row."""
-
-    weight: nn.Parameter
-    scale: torch.Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.scale is None else self.scale.nbytes)
-
-
-def stored(weight: torch.Tensor, form: Form) -> Stored:
-    """Round a float weight [N, K] to `form`. int8: symmetric per row, through a float32 copy of few rows at a time."""
-    if form == "bfloat16":
-        return Stored(nn.Parameter(weight.to(torch.bfloat16), requires_grad=False), None)
-    integers = torch.empty(weight.shape, dtype=torch.int8)
-    scale = torch.empty(weight.shape[0], dtype=torch.bfloat16)
-    for rows in _blocks(weight):
-        values = weight[rows].float()
-        # The scale is rounded first, because the product takes it as bfloat16: then it adds no error of its own.
-        scale[rows] = (values.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
-        integers[rows] = (values / scale[rows].float()[:, None]).round_().clamp_(-127, 127)
-    return Stored(nn.Parameter(integers, requires_grad=False), scale)
-
-
-def _blocks(weight: torch.Tensor) -> list[slice]:
-    """Rows of [N, K] in steps of at most BUFFER_VALUES values."""
-    step = max(1, BUFFER_VALUES // weight.shape[1])
-    return [slice(start, start + step) for start in range(0, weight.shape[0], step)]
-
-
-class _Holder(nn.Module):
-    """A module over a stored weight; the parameter keeps the name that it had."""
-
-    scale: torch.Tensor | None
-
-    def __init__(self, held: Stored) -> None:
-        super().__init__()
-        self.weight = held.weight
-        self.register_buffer("scale", held.scale, persistent=False)
-
-    def held(self) -> Iterator[torch.Tensor]:
-        """What must stay in the type it has."""
-        yield self.weight
-        if self.scale is not None:
-            yield self.scale
-
-
-class StoredLinear(_Holder):
-    """x float32 [..., K] → x·Wᵀ + b, float32 [..., N].
-
-    few_rows: takes the product of decode in both phases. That is the output layer, which sees the last token of a
-    chunk only: casting it would cost more than it multiplies (113 MB for one row of the demo model).
-    """
-
-    def __init__(self, held: Stored, bias: torch.Tensor | None, products: Products, *, few_rows: bool) -> None:
-        super().__init__(held)
-        self.bias = None if bias is None else nn.Parameter(bias.float(), requires_grad=False)
-        self._products = products
-        self._few_rows = few_rows
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        wide = self._products.prefill and not self._few_rows
-        out = self._wide(rows) if wide else self._narrow(rows)
-        if self.bias is not None:
-            out += self.bias
-        return out.view(*x.shape[:-1], out.shape[-1])
-
-    def _narrow(self, x: torch.Tensor) -> torch.Tensor:
-        """x·Wᵀ of the stored type: reads 2 or 1 bytes per weight."""
-        rounded = x.to(torch.bfloat16)
-        if self.scale is None:
-            return nn.functional.linear(rounded, self.weight).float()
-        return torch._weight_int8pack_mm(rounded, self.weight, self.scale).float()
-
-    def _wide(self, x: torch.Tensor) -> torch.Tensor:
-        """x·Wᵀ in float32, weights cast block by block."""
-        out = x.new_empty(x.shape[0], self.weight.shape[0])
-        for rows in _blocks(self.weight):
-            torch.mm(x, self._products.as_float32(self.weight[rows]).t(), out=out[:, rows])
-        return out if self.scale is None else out.mul_(self.scale)
-
-
-class StoredEmbedding(_Holder):
-    """ids [...] → rows of the stored weight as float32 [..., K], times a factor (Gemma 3 has one)."""
-
-    def __init__(self, held: Stored, factor: float) -> None:
-        super().__init__(held)
-        self._factor = factor
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = self.weight[ids].float()
-        if self.scale is not None:
-            rows *= self.scale[ids].float().unsqueeze(-1)
-        return rows if self._factor == 1 else rows.mul_(self._factor)
 
 
 def hold(model: PreTrainedModel, form: Form, report: Report = ignore) -> None:
@@ -184,7 +68,7 @@ def _can_hold(module: nn.Module, form: Form) -> bool:
     return form == "bfloat16" or weight.shape[1] % INT8_MULTIPLE == 0
 
 
-def _holder(module: nn.Module, held: Stored, products: Products, *, few_rows: bool) -> _Holder:
+def _holder(module: nn.Module, held: Stored, products: Products, *, few_rows: bool) -> Holder:
     if isinstance(module, nn.Linear):
         return StoredLinear(held, module.bias, products, few_rows=few_rows)
     return StoredEmbedding(held, getattr(module, _GEMMA_FACTOR, 1.0))
@@ -192,7 +76,7 @@ def _holder(module: nn.Module, held: Stored, products: Products, *, few_rows: bo
 
 def _widen_the_rest(model: PreTrainedModel) -> None:
     """Norms, routers, experts and buffers to float32, in place."""
-    held = {id(tensor) for module in model.modules() if isinstance(module, _Holder) for tensor in module.held()}
+    held = {id(tensor) for module in model.modules() if isinstance(module, Holder) for tensor in module.held()}
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point() and id(tensor) not in held:
             tensor.data = tensor.data.float()
@@ -200,19 +84,11 @@ def _widen_the_rest(model: PreTrainedModel) -> None:
 
 @contextmanager
 def phase(model: PreTrainedModel, *, prefill: bool) -> Iterator[None]:
-    """Run a forward inside: a prompt chunk, or one token for each of several sequences. Nothing if nothing is held.
-
-    Inside, torch multiplies bfloat16 by its own code instead of oneDNN's, which it takes on CPUs with AVX-512: on one
-    row that is half as fast (gate and up of the demo model: 249 µs where torch's own takes 135).
-    """
+    """Run a forward inside: a prompt chunk, or one token for each of several sequences. Nothing if nothing is held."""
     products: Products | None = getattr(model, _ATTRIBUTE, None)
     if products is None:
         yield
         return
     products.prefill = prefill
-    onednn = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property of the module
-    try:
+    with own_products():
         yield
-    finally:
-        torch.backends.mkldnn.enabled = onednn

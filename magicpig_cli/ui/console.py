@@ -119,14 +119,14 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right:
     plain = not terminal or bool(os.environ.get("NO_COLOR"))
     console = Console(
         file=io.StringIO(), markup=False, highlight=False, emoji=False, force_terminal=not plain,
-        color_system=None if plain else "standard", width=_terminal_columns() if terminal else _UNWRAPPED_COLUMNS,
+        color_system=None if plain else "standard", width=terminal_columns() if terminal else _UNWRAPPED_COLUMNS,
     )  # fmt: skip
     console.print(table)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     print("\n".join(line.rstrip() for line in lines))
 
 
-def _terminal_columns() -> int:
+def terminal_columns() -> int:
     return shutil.get_terminal_size().columns  # COLUMNS first
 
 
@@ -165,6 +165,15 @@ class Track:
         elif not self._quiet and time.monotonic() - self._said >= PLAIN_EVERY_S:
             self._said = time.monotonic()
             _write(f"{self.description}: {counts}" + (f" ({done / total:.0%})" if total else ""))
+
+    def note(self, text: str) -> None:
+        """A notice that stays, above the bar if there is one."""
+        if self._bar is not None:
+            from rich.text import Text
+
+            self._bar.console.print(Text(printable(text), style="dim" if _styled() else ""))
+        elif not self._quiet:
+            say(text)
 
     def close(self) -> None:
         """Remove the bar. Further updates show nothing; closing twice is fine."""

@@ -129,7 +129,7 @@ def test_doctor_json_has_exactly_the_documented_keys(tmp_path):
     assert "hf_secret_of_mine" not in done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert done.stdout.count("\n") == 1
-    assert list(report) == ["versions", "cpu", "memory", "gpus", "openmp_runtimes", "profile", "hub"]
+    assert list(report) == ["versions", "cpu", "memory", "gpus", "openmp_runtimes", "profile", "hub", "speeds"]
     assert list(report["cpu"]) == ["model", "isa", "tiers", "cores_physical", "cores_usable", "threads"]
     assert list(report["memory"]) == ["total_bytes", "free_bytes", "limit_bytes"]
     assert report["hub"] == {"cache": str(tmp_path / "hub"), "token": True}

@@ -82,6 +82,7 @@ def test_quiet_progress_is_silent(capsys, monkeypatch):
     with console.Track("x", quiet=True) as progress:
         clock.now += 100
         progress.update(1)
+        progress.note("aside")
     assert capsys.readouterr() == ("", "")
 
 
@@ -92,6 +93,8 @@ console.say("notice [/b]")
 with console.Track("work [/b]", unit="tok") as progress:
     for n in range(60):
         progress.update(n, 60)
+        if n == 30:
+            progress.note("aside [/i]")
         time.sleep(0.02)
 print("result")
 """
@@ -125,20 +128,24 @@ def test_a_terminal_gets_a_moving_bar():
     sent = on_a_terminal(TERM="xterm-256color", COLUMNS="100")
     assert "\x1b[2mnotice [/b]\x1b[0m" in sent
     assert "work [/b]" in sent
-    assert 2 <= sent.count("work [/b]") <= 12  # 1.2 s at four refreshes a second, plus start and end
+    assert sent.count("aside [/i]") == 1
+    assert "\x1b[2maside [/i]\x1b[0m" in sent
+    assert 2 <= sent.count("work [/b]") <= 13  # 1.2 s at four refreshes a second, plus start, end and the note
 
 
 def test_no_color_moves_without_colours():
     sent = on_a_terminal(TERM="xterm-256color", NO_COLOR="1")
     assert sent.startswith("notice [/b]\r\n")
     assert "work [/b]" in sent
+    assert "\x1b[2m" not in sent
+    assert sent.count("aside [/i]") == 1
 
 
 def test_a_dumb_terminal_gets_plain_lines():
-    assert on_a_terminal(TERM="dumb") == "notice [/b]\r\n"
+    assert on_a_terminal(TERM="dumb") == "notice [/b]\r\naside [/i]\r\n"
 
 
 def test_force_color_does_not_move_in_a_pipe():
     environment = {**os.environ, "FORCE_COLOR": "1", "TERM": "xterm-256color"}
     done = subprocess.run([sys.executable, "-c", SHOW], capture_output=True, text=True, env=environment, timeout=60)
-    assert (done.stdout, done.stderr) == ("result\n", "notice [/b]\n")
+    assert (done.stdout, done.stderr) == ("result\n", "notice [/b]\naside [/i]\n")

@@ -8,7 +8,7 @@ from torch import nn
 
 from magicpig_cli.bench.fill import natural_text
 from magicpig_cli.config import ModelOptions, Settings
-from magicpig_cli.model import linear, loader
+from magicpig_cli.model import linear, loader, stored
 from magicpig_cli.model.shape import shape_from_config
 from magicpig_cli.planner import plan
 from tests.model.test_parity import make_runner, prompts
@@ -20,7 +20,7 @@ FORMS = ("bfloat16", "int8")
 ODD = {"hidden_size": 72, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # 72 is no multiple of 16
 
 
-def held_model(family: str, form: linear.Form, **overrides):
+def held_model(family: str, form: stored.Form, **overrides):
     model = tiny_model(family, **overrides)
     linear.hold(model, form)
     return model
@@ -43,16 +43,16 @@ def teacher_forced(model, steps: int = 6) -> torch.Tensor:
 # One layer
 
 
-def layer_and_inputs(form: linear.Form, rows: int, bias: bool = True):
+def layer_and_inputs(form: stored.Form, rows: int, bias: bool = True):
     torch.manual_seed(rows)
     layer = nn.Linear(80, 33, bias=bias)
-    products = linear.Products()
-    held = linear.stored(layer.weight.detach(), form)
+    products = stored.Products()
+    held = stored.stored(layer.weight.detach(), form)
     bias_values = layer.bias.detach() if bias else None
-    return linear.StoredLinear(held, bias_values, products, few_rows=False), products, torch.randn(rows, 80)
+    return stored.StoredLinear(held, bias_values, products, few_rows=False), products, torch.randn(rows, 80)
 
 
-def as_float(layer: linear.StoredLinear) -> torch.Tensor:
+def as_float(layer: stored.StoredLinear) -> torch.Tensor:
     """The weight that the layer holds, in float64."""
     weight = layer.weight.double()
     return weight if layer.scale is None else weight * layer.scale.double()[:, None]
@@ -92,8 +92,8 @@ def test_no_bit_of_a_row_depends_on_its_neighbours(form, out, inner, threads):
     """A batch neighbour must not change what a sequence gets (DESIGN.md, "Determinism contract")."""
     torch.manual_seed(0)
     weight, x, model = torch.randn(out, inner), torch.randn(8, inner), nn.Module()
-    model.magicpig_products = linear.Products()
-    layer = linear.StoredLinear(linear.stored(weight, form), torch.randn(out), model.magicpig_products, few_rows=False)
+    model.magicpig_products = stored.Products()
+    layer = stored.StoredLinear(stored.stored(weight, form), torch.randn(out), model.magicpig_products, few_rows=False)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -111,8 +111,8 @@ def test_blocks_of_the_cast_buffer_change_nothing(form, monkeypatch):
     layer, products, x = layer_and_inputs(form, 9)
     products.prefill = True
     whole = layer(x)
-    monkeypatch.setattr(linear, "BUFFER_VALUES", 80 * 7)
-    small = linear.Products()
+    monkeypatch.setattr(stored, "BUFFER_VALUES", 80 * 7)
+    small = stored.Products()
     small.prefill = True
     layer._products = small
     assert close_product(layer(x), whole, x.abs() @ as_float(layer).float().abs().T, rounded=False)
@@ -122,7 +122,7 @@ def test_blocks_of_the_cast_buffer_change_nothing(form, monkeypatch):
 def test_int8_uses_the_whole_range_of_every_row():
     weight = torch.randn(50, 64) * torch.logspace(-6, 3, 50)[:, None]
     weight[7] = 0.0
-    held = linear.stored(weight, "int8")
+    held = stored.stored(weight, "int8")
     assert held.weight.abs().amax(dim=1).tolist() == [127] * 7 + [0] + [127] * 42
     restored = held.weight.float() * held.scale.float()[:, None]
     assert ((restored - weight).abs() <= 0.501 * held.scale.float()[:, None]).all()
@@ -131,7 +131,7 @@ def test_int8_uses_the_whole_range_of_every_row():
 def test_quantizing_leaves_the_weight_as_it_was():
     weight = torch.randn(20, 32)
     before = weight.clone()
-    linear.stored(weight, "int8")
+    stored.stored(weight, "int8")
     assert torch.equal(weight, before)
 
 
@@ -156,7 +156,7 @@ def test_weights_are_held_once(family, form):
     shape = shape_from_config(before.config)
     model = held_model(family, form)
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in before.parameters())
-    layers = [module for module in model.modules() if isinstance(module, (linear.StoredLinear, linear.StoredEmbedding))]
+    layers = [module for module in model.modules() if isinstance(module, (stored.StoredLinear, stored.StoredEmbedding))]
     assert not [name for name, module in model.named_modules() if type(module) in (nn.Linear, nn.Embedding)]
     size = {"bfloat16": 2, "int8": 1}[form]
     assert {layer.weight.element_size() for layer in layers} == {size}
@@ -217,7 +217,7 @@ def test_layers_that_the_int8_product_cannot_take_stay_float32():
     kept = {name for name, module in model.named_modules() if type(module) in (nn.Linear, nn.Embedding)}
     assert "model.layers.0.self_attn.q_proj" in kept
     assert {"model.embed_tokens", "lm_head"} <= kept
-    assert isinstance(model.model.layers[0].self_attn.o_proj, linear.StoredLinear)
+    assert isinstance(model.model.layers[0].self_attn.o_proj, stored.StoredLinear)
     assert teacher_forced(model).isfinite().all()
 
 

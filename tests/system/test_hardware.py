@@ -7,8 +7,18 @@ from pathlib import Path
 import pytest
 
 from magicpig_cli import hardware
+from magicpig_cli.config import ModelOptions, Settings
+from magicpig_cli.errors import MemoryBudgetError
+from magicpig_cli.model.shape import ModelShape
+from magicpig_cli.planner import plan
+from magicpig_cli.profiles import BUILT_IN
 
 GIB = 1 << 30
+SMOL = ModelShape(
+    family="llama", layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, vocab=49_152,
+    layer_windows=(None,) * 30, context=8192, params=134_515_008,
+)  # fmt: skip
+SETTINGS = Settings(ModelOptions(device="cpu", dtype="float32"))
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -86,6 +96,15 @@ def v1(path: str, quota: str = "-1", limit: int = 9223372036854771712, used: int
     }
 
 
+def merged(*trees: dict[str, str]) -> dict[str, str]:
+    return {name: text for tree in trees for name, text in tree.items()}
+
+
+def below_unified(files: dict[str, str]) -> dict[str, str]:
+    """The v2 tree where v1 is mounted beside it."""
+    return {name.replace("sys/fs/cgroup", "sys/fs/cgroup/unified"): text for name, text in files.items()}
+
+
 V1_SELF = "12:memory:{0}\n4:cpu,cpuacct:{0}\n1:name=systemd:{0}\n"
 
 
@@ -114,6 +133,34 @@ V1_SELF = "12:memory:{0}\n4:cpu,cpuacct:{0}\n1:name=systemd:{0}\n"
             id="v1-host-path-seen-from-a-container",
         ),
         pytest.param(v1(""), V1_SELF.format("/"), 8, 200, None, id="v1-unlimited"),
+        pytest.param(
+            merged(v1("/a", "200000", 64 * GIB, 4 * GIB), v1("/a/b", "600000", 90 * GIB, 1 * GIB)),
+            V1_SELF.format("/a/b"), 2, 60, 64, id="v1-parent-is-tighter",
+        ),
+        pytest.param(
+            {
+                **v1("", limit=16 * GIB, used=1 * GIB),
+                "sys/fs/cgroup/memory/memory.stat": f"hierarchical_memory_limit {4 * GIB}\ntotal_inactive_file 0\n",
+            },
+            V1_SELF.format("/pod/container"), 8, 3, 4, id="v1-limit-of-an-ancestor-that-is-not-visible",
+        ),
+        pytest.param(
+            merged(v1("/job", "300000"), below_unified(v2("/job", limit=str(20 * GIB), used=2 * GIB))),
+            "4:cpu,cpuacct:/job\n1:name=systemd:/job\n0::/job\n", 3, 18, 20, id="hybrid-cpu-in-v1-memory-in-v2",
+        ),
+        pytest.param(
+            {**v2("/a"), "sys/fs/cgroup/a/memory.high": f"{12 * GIB}\n", "sys/fs/cgroup/a/memory.max": f"{16 * GIB}\n"},
+            "0::/a\n", 8, 12, 12, id="v2-slowed-before-the-limit",
+        ),
+        pytest.param(
+            v2("/a", "200000 100000", str(8 * GIB)), "0::/../../a\n", 2, 8, 8, id="v2-path-from-another-namespace",
+        ),
+        pytest.param(v2("", "300000 100000", str(6 * GIB)), "", 3, 6, 6, id="v2-own-path-is-hidden"),
+        pytest.param(v1("", limit=6 * GIB), "", 8, 6, 6, id="v1-own-path-is-hidden"),
+        pytest.param(
+            {**v2("", "x 0"), "sys/fs/cgroup/memory.max": "many\n", "sys/fs/cgroup/memory.stat": "\n"},
+            "not a line\n0::/\n", 8, 200, None, id="nonsense",
+        ),
         pytest.param({}, "", 8, 200, None, id="no-cgroups"),
         pytest.param(v2("", limit=str(2 * GIB), used=3 * GIB), "0::/\n", 8, 0, 2, id="over-the-limit"),
     ],
@@ -123,6 +170,74 @@ def test_cgroups(tmp_path, groups, self_cgroup, threads, free, limit):
     assert found.threads == threads
     assert found.memory_free == free * GIB
     assert found.memory_limit == (None if limit is None else limit * GIB)
+
+
+def tree(root: Path, groups: dict[str, str], self_cgroup: str) -> hardware.Hardware:
+    return hardware.probe(write(root, {**machine(cpus=16, siblings=2), **groups, "proc/self/cgroup": self_cgroup}))
+
+
+@pytest.mark.parametrize(
+    ("groups", "self_cgroup"),
+    [
+        pytest.param(v2("/job", "300000 100000", str(6 * GIB), 1 * GIB), "0::/job\n", id="v2"),
+        pytest.param(
+            merged(v2("/a", "300000 100000", str(6 * GIB), 1 * GIB), v2("/a/b", limit=str(90 * GIB))), "0::/a/b\n",
+            id="v2-nested",
+        ),
+        pytest.param(v1("/job", "300000", 6 * GIB, 1 * GIB), V1_SELF.format("/job"), id="v1"),
+        pytest.param(
+            merged(v1("/a", "300000", 6 * GIB, 1 * GIB), v1("/a/b", limit=90 * GIB)), V1_SELF.format("/a/b"),
+            id="v1-nested",
+        ),
+        pytest.param(
+            merged(v1("/job", "300000"), below_unified(v2("/job", limit=str(6 * GIB), used=1 * GIB))),
+            "4:cpu,cpuacct:/job\n0::/job\n", id="hybrid",
+        ),
+    ],
+)  # fmt: skip
+def test_the_plan_follows_the_cgroup(tmp_path, groups, self_cgroup):
+    """5 GiB are left, 1 GiB of them for the program and 0.5 for weights: a smaller batch, on fewer threads."""
+    free = plan(tree(tmp_path / "free", {}, "0::/\n"), SMOL, SETTINGS)
+    held = plan(tree(tmp_path / "held", groups, self_cgroup), SMOL, SETTINGS)
+    assert (free.threads, held.threads) == (8, 3)
+    assert free.batch_size == free.max_batch
+    own = 200 * hardware.os.sysconf("SC_PAGE_SIZE")  # of this process, which may be used again
+    assert held.budget_bytes == 5 * GIB + own - max(held.weights_bytes + BUILT_IN.host_reserve, own)
+    assert held.batch_size == held.budget_bytes // held.sequence_bytes(held.context) < free.batch_size
+
+
+def test_the_plan_follows_the_cgroup_down_to_a_refusal(tmp_path):
+    short = tree(tmp_path, v2("", limit=str(3 * GIB), used=2 * GIB), "0::/\n")
+    with pytest.raises(MemoryBudgetError, match=r"1\.0 GiB"):
+        plan(short, SMOL, SETTINGS)
+
+
+def caches(sizes: dict[int, tuple[str, str]], level: int = 3) -> dict[str, str]:
+    """CPU → (size, CPUs that share it)."""
+    files = {}
+    for cpu, (size, shared) in sizes.items():
+        folder = f"sys/devices/system/cpu/cpu{cpu}/cache/index{level}"
+        files |= {f"{folder}/size": size + "\n", f"{folder}/shared_cpu_list": shared + "\n"}
+        files |= {f"sys/devices/system/cpu/cpu{cpu}/cache/index0/size": "32K\n"}
+    return files
+
+
+TWO_CHIPLETS = caches({cpu: ("32M", "0-3" if cpu < 4 else "4-7") for cpu in range(8)})
+
+
+@pytest.mark.parametrize(
+    ("files", "allowed", "wanted"),
+    [
+        pytest.param(TWO_CHIPLETS, "0-7", 64 << 20, id="two-chiplets"),
+        pytest.param(TWO_CHIPLETS, "5-6", 32 << 20, id="one-of-two-chiplets"),
+        pytest.param(caches({0: ("266240K", "0-1"), 1: ("266240K", "0-1")}), "0-1", 260 << 20, id="one-for-all"),
+        pytest.param(caches({0: ("1024K", "0"), 1: ("1024K", "1")}, level=2), "0-1", 2 << 20, id="no-third-level"),
+        pytest.param({}, "0-7", hardware.CACHE_UNKNOWN_BYTES, id="not-told"),
+        pytest.param(caches({0: ("huge", "0")}, level=3), "0", 32 << 10, id="nonsense"),
+    ],
+)
+def test_last_level_cache_of_the_cpus_in_use(tmp_path, files, allowed, wanted):
+    assert hardware.cache_bytes(write(tmp_path, {**machine(allowed=allowed), **files})) == wanted
 
 
 def test_a_limit_above_the_machine_is_no_limit(tmp_path):
