@@ -2,9 +2,11 @@
 
     python scripts/bench_live.py --json
 
-`share` is the time spent in the view of all decode time, `share_without` what writing the text alone takes of it;
-`ratio` is decode time with over without, the median over pairs of answers, and `step_ratio` the same of the steps' own
-times, which bench reports: what the view does to caches. With --json one JSON line.
+`share` is the time spent in the view of all decode time, `share_without` what writing the text alone takes of it.
+`after_draw` is what drawing does to caches: the time of a step after a frame was drawn, over that of its neighbours,
+beside the same ratio of the other steps; `indirect_share` is the difference as a part of all decode time. `ratio` is
+decode time with over without, the median over pairs of answers: on a machine that is not idle, mostly noise. With
+--json one JSON line.
 """
 
 from __future__ import annotations
@@ -25,16 +27,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 COLUMNS, LINES = 100, 30
+DRAWN_S = 0.0005  # what takes longer was a frame: text and events take a tenth of that
+NEIGHBOURS = 3  # steps on either side that a step is compared with
 
 
 @dataclass
 class Answer:
-    """Decode time of one answer, first token to end, how much of it was spent in the view, and its steps' times."""
+    """Decode time of one answer, first token to end, how much of it was spent in the view, and its steps."""
 
     decode_s: float
     view_s: float
     tokens: int
-    step_ms: float  # median
+    steps: list[tuple[float, bool]]  # milliseconds, and whether a frame was drawn just before
 
 
 @contextlib.contextmanager
@@ -62,7 +66,8 @@ def answer(engine, request, *, live: bool) -> Answer:
     from magicpig_cli.ui.live import open_view
 
     began, view_s, tokens = 0.0, 0.0, 0
-    steps_ms: list[float] = []
+    steps: list[tuple[float, bool]] = []
+    between_s = 0.0  # in the view, since the step before
     view = open_view(engine, wanted=live, quiet=False, what="reading the prompt", unit="tok", text_shown=True)
     with view:
         for event in engine.generate([request]):
@@ -74,13 +79,29 @@ def answer(engine, request, *, live: bool) -> Answer:
             elif isinstance(event, Finished):
                 view.write(event.tail + "\n")
             elif isinstance(event, StepStats):
-                steps_ms.append(event.wall_ms)
+                steps.append((event.wall_ms, between_s > DRAWN_S))
+                between_s = 0.0
             after = time.perf_counter()
+            between_s += after - before
             if began:
                 view_s += after - before
             elif tokens:
                 began = after
-    return Answer(time.perf_counter() - began, view_s, tokens, statistics.median(steps_ms))
+    return Answer(time.perf_counter() - began, view_s, tokens, steps)
+
+
+def after_draw(answers: list[Answer]) -> dict[str, float]:
+    """Time of steps over the median of their neighbours, averaged: those after a frame, and the others."""
+    ratios: dict[bool, list[float]] = {True: [], False: []}
+    for done in answers:
+        for place, (ms, drawn) in enumerate(done.steps[NEIGHBOURS:-NEIGHBOURS]):
+            around = done.steps[place : place + 2 * NEIGHBOURS + 1]
+            ratios[drawn].append(ms / statistics.median(near for near, _ in around))
+    return {
+        "drawn": statistics.mean(ratios[True]),
+        "others": statistics.mean(ratios[False]),
+        "frames": len(ratios[True]),
+    }
 
 
 def measure(context: int, tokens: int, pairs: int, attention: str) -> dict[str, object]:
@@ -99,6 +120,8 @@ def measure(context: int, tokens: int, pairs: int, attention: str) -> dict[str, 
                 done = answer(engine, engine.request("a", ids, options, sequence), live=live)
                 if pair:
                     answers[live].append(done)
+    around = after_draw(answers[True])
+    steps, frames = sum(len(a.steps) for a in answers[True]), sum(drawn for a in answers[True] for _, drawn in a.steps)
     ms = {live: [1000 * a.decode_s / (a.tokens - 1) for a in answers[live]] for live in answers}
     return {
         "context": context,
@@ -106,9 +129,8 @@ def measure(context: int, tokens: int, pairs: int, attention: str) -> dict[str, 
         "tokens": sum(a.tokens for a in answers[True]),
         "ms_per_token": {"with": statistics.median(ms[True]), "without": statistics.median(ms[False])},
         "ratio": statistics.median(a / b for a, b in zip(ms[True], ms[False], strict=True)),
-        "step_ratio": statistics.median(
-            a.step_ms / b.step_ms for a, b in zip(answers[True], answers[False], strict=True)
-        ),
+        "after_draw": around,
+        "indirect_share": (around["drawn"] - around["others"]) * frames / steps,
         "share": sum(a.view_s for a in answers[True]) / sum(a.decode_s for a in answers[True]),
         "share_without": sum(a.view_s for a in answers[False]) / sum(a.decode_s for a in answers[False]),
     }
@@ -129,7 +151,10 @@ def main() -> None:
         return
     per_token = figures["ms_per_token"]
     print(f"with the live view {per_token['with']:.2f} ms per token, without {per_token['without']:.2f} ms")  # type: ignore[index]
-    print(f"ratio {figures['ratio']:.4f}, time in the view {figures['share']:.2%} of decoding")
+    print(
+        f"time in the view {figures['share']:.2%} of decoding ({figures['share_without']:.2%} for the text alone), "
+        f"slower steps after a frame {figures['indirect_share']:.2%}; ratio {figures['ratio']:.4f}"
+    )
 
 
 if __name__ == "__main__":
