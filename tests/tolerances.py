@@ -17,6 +17,8 @@ INT8 = 0.1  # logits through all layers of a tiny model on int8 rows; measured 0
 INT8_OUTPUT = 0.01  # of attention outputs on the demo model, the goal of int8 rows; measured: docs/decisions/003
 EXP = 8  # exponential, and the tanh made of it, in ulp
 BF16_U = 2.0**-9  # unit roundoff of bfloat16
+SAMPLED_RATIO, PREDICTED_ERROR = 0.1, 0.25  # relative, predicted against real tables: the roadmap's
+HISTOGRAM = 2e-5  # relative, of sums over keys by angle in 16,384 cells; measured 1e-5 at K = 16, 6e-7 at K = 10
 KL_LIMIT = {"bfloat16": 0.005, "int8": 0.02}  # nats per token on the demo model: measured 0.0008 and 0.006
 # Relative, of tiny random models: median and largest of 14 vectors of logits.
 ROUNDED_LOGITS = {"bfloat16": (0.04, 0.08), "int8": (0.12, 0.25)}  # measured (0.020, 0.054) and (0.058, 0.147)

@@ -27,10 +27,10 @@ def inclusion_probability(cos: ArrayLike, K: int, L: int) -> Floats:
     rounding has put outside [−1, 1] count as ±1. Same shape as cos, in [1e-30, 1]; relative error below 1e-12, and
     1e-8 where cos θ < −0.999.
     """
-    return _at_angle(np.arccos(np.clip(np.asarray(cos, dtype=np.float64), -1.0, 1.0)), K, L)
+    return inclusion_at_angle(np.arccos(np.clip(np.asarray(cos, dtype=np.float64), -1.0, 1.0)), K, L)
 
 
-def _at_angle(theta: Floats, K: int, L: int) -> Floats:
+def inclusion_at_angle(theta: Floats, K: int, L: int) -> Floats:
     """u at angles in [0, π]."""
     with np.errstate(divide="ignore", invalid="ignore"):  # p = 0 and p = 1 have infinite logarithms
         log_hit = K * np.log1p(-theta / np.pi)  # ln p
@@ -51,14 +51,24 @@ def _series(p: Floats, L: int) -> Floats:
     return total
 
 
+def half_angle_grid(cells: int = CELLS) -> Floats:
+    """The angles at which s = sin(θ/2) is 0, 1/cells, … 1: float64 [cells + 1], ascending from 0 to π."""
+    grid: Floats = 2 * np.arcsin(np.linspace(0.0, 1.0, cells + 1))
+    return grid
+
+
+def collision_probability(theta: Floats, K: int) -> Floats:
+    """p = (1 − θ/π)^K, the probability that codes of K bits agree at angles in [0, π]."""
+    return (1 - theta / np.pi) ** K
+
+
 def log_weight_table(K: int, L: int, cells: int = CELLS) -> NDArray[np.float32]:
     """−ln u at s = sin(θ/2) = √((1 − cos θ)/2) of 0, 1/cells, … 1; float32 [cells + 1], read by linear interpolation.
 
     Over s the function is smooth where θ → 0, over cos θ its slope is infinite there. With 4,096 cells the
     interpolated value is within TABLE_ERROR, float32 storage included.
     """
-    s = np.linspace(0.0, 1.0, cells + 1)
-    return (-np.log(_at_angle(2 * np.arcsin(s), K, L))).astype(np.float32)
+    return (-np.log(inclusion_at_angle(half_angle_grid(cells), K, L))).astype(np.float32)
 
 
 def cosine(queries: ArrayLike, keys: ArrayLike) -> Floats:

@@ -92,6 +92,10 @@ class LshSampler:
             )
         return self._hashers[layer]
 
+    def forget(self, layer: int) -> None:
+        """Let go of a layer's projections; they are drawn again, the same, when they are needed."""
+        self._hashers.pop(layer, None)
+
     def attend(
         self, layer: int, q: torch.Tensor, caches: list[LayerCache], rule: LogitRule, record: StepRecorder,
         exact: list[list[Run]] | None = None, sampled: SequenceOf[bool] | None = None,

@@ -10,31 +10,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from magicpig_cli.attention.attention import Attention
-from magicpig_cli.attention.base import LogitRule, StepRecorder
-from magicpig_cli.bench.fill import natural_text
 from magicpig_cli.bench.layer_tensors import LayerTensors
-from magicpig_cli.cache.layer import LayerCache
-from magicpig_cli.cache.staging import Staging
+from magicpig_cli.corpus import natural_text
 from magicpig_cli.engine.engine import Engine
-from magicpig_cli.model import hook
-
-
-class _Recording(Attention):
-    """Exact attention that keeps the queries of decode steps, by layer: float32 [B, H, D] each."""
-
-    def __init__(self, row_dtype: torch.dtype, threads: int, device: torch.device) -> None:
-        super().__init__(None, row_dtype, threads, Staging(device))
-        self.queries: dict[int, list[torch.Tensor]] = {}
-        self.scales: dict[int, float] = {}
-
-    def step(
-        self, layer: int, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], q: torch.Tensor,
-        key: torch.Tensor, value: torch.Tensor, rule: LogitRule, record: StepRecorder,
-    ) -> torch.Tensor:  # fmt: skip
-        self.queries.setdefault(layer, []).append(q[:, :, 0].float().cpu())
-        self.scales[layer] = rule.scale
-        return super().step(layer, caches, sampled, q, key, value, rule, record)
+from magicpig_cli.engine.recording import Queries, teacher_force
 
 
 def capture(engine: Engine, length: int, layers: SequenceOf[int], steps: int, offset: int = 0) -> list[LayerTensors]:
@@ -49,18 +28,10 @@ def capture(engine: Engine, length: int, layers: SequenceOf[int], steps: int, of
     for _ in engine.runner.prefill(sequence, ids[:-steps]):
         pass
     rows = {layer: sequence.layers[layer].copy_rows().to(torch.bfloat16) for layer in layers}
-    device = engine.runner.model.device
-    recording = _Recording(sequence.layers[0].window.rows.dtype, engine.threads, device)
-    for token in ids[-steps:]:
-        forward = hook.Forward(recording, [sequence], [[False]] * len(sequence.layers))
-        with torch.inference_mode():
-            position = torch.tensor([[sequence.length]], device=device)
-            hook.run(engine.runner.model, torch.tensor([[token]], device=device), position, forward)
-        sequence.commit([token])
-    return [
-        LayerTensors(torch.cat(recording.queries[layer]), rows[layer], recording.scales[layer], layer)
-        for layer in layers
-    ]
+    queries = Queries()
+    for _ in teacher_force(engine.runner, sequence, ids[-steps:], queries):
+        pass
+    return [LayerTensors(queries.stacked(layer), rows[layer], queries.rules[layer].scale, layer) for layer in layers]
 
 
 def side_by_side(captures: SequenceOf[SequenceOf[LayerTensors]]) -> list[LayerTensors]:

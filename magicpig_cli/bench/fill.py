@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from magicpig_cli.cache.sequence import Sequence
+from magicpig_cli.corpus import natural_text, repeat_ids
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.kernels.memory import give_back_freed
 from magicpig_cli.model.rotary import RotaryShift
@@ -52,21 +53,9 @@ class Fill:
         return self.prefill_s + (self.index_s if sampling else 0.0)
 
 
-def natural_text() -> str:
-    """English prose and examples that every Python ships: the language's help topics."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in sorted(topics))
-
-
 def fill_ids(engine: Engine, length: int) -> list[int]:
     """`length` token ids of natural text, from the start again where it ends."""
     return repeat_ids(engine.codec.encode_raw(natural_text()), length)
-
-
-def repeat_ids(ids: list[int], length: int) -> list[int]:
-    """The first `length` ids, from the start again where they end."""
-    return (ids * -(-length // len(ids)))[:length]
 
 
 def fill(engine: Engine, sequence: Sequence, length: int, kind: str) -> Generator[BenchProgress, None, Fill]:

@@ -96,7 +96,7 @@ def measure(
 
     ids: the text, at least as many tokens as the longest context up to `request.real`.
     """
-    from magicpig_cli.bench.fill import repeat_ids  # brings torch
+    from magicpig_cli.corpus import repeat_ids
 
     tools = [*ours, *peers]
     measured = [Measured() for _ in tools]

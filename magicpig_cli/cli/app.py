@@ -21,7 +21,8 @@ from magicpig_cli.cli.options import SHARED_NAMES
 from magicpig_cli.errors import INTERRUPTED, MagicpigError, UsageError
 from magicpig_cli.ui import console
 
-COMMANDS = ("chat", "batch", "bench", "doctor", "models")  # modules of this package; `models` is a group
+# Modules of this package, with `_` for `-`; `models` is a group.
+COMMANDS = ("chat", "batch", "bench", "tune-kl", "doctor", "models")
 _ASKS_FOR_HELP = frozenset({"-h", "--help", "--version"})
 
 # Typer carries a click of its own since 0.26 and uses the package before; either way this is its error class.
@@ -55,7 +56,8 @@ def build_app() -> typer.Typer:
     )
     app.callback(invoke_without_command=True)(_root)
     for name in COMMANDS:
-        command = getattr(importlib.import_module(f"magicpig_cli.cli.{name}"), name)
+        module = name.replace("-", "_")
+        command = getattr(importlib.import_module(f"magicpig_cli.cli.{module}"), module)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:
