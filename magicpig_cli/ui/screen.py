@@ -7,7 +7,7 @@ whatever a resize makes of it, one "erase below" removes it, and after a kill -9
 The text is written as it is: the terminal wraps it, and what it copies or re-wraps later is the real text.
 
 One thing needs to be known of the text: a terminal does not remember that a row is exactly full once the cursor has
-moved. So the character that would fill a row is held back until the next one comes (docs/decisions/008).
+moved. So the character that would fill a row is held back until the next one comes (docs/decisions/009).
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def test_a_terminal_that_wraps_lines_anew(tiny_directory, tmp_path):
             time.sleep(0.02)
         return rows
 
-    # Where what is above has no more rows than a frame wraps into, tmux gives the cursor up (docs/decisions/008).
+    # Where what is above has no more rows than a frame wraps into, tmux gives the cursor up (docs/decisions/009).
     command = f"seq 25; {sys.executable} -m magicpig_cli chat tellme -n 7000 --temperature 0 -m {tiny_directory}"
     tmux("new-session", "-d", "-s", "live", "-x", "100", "-y", "30", f"export PYTHONUTF8=1; {command}; sleep 100")
     try:
