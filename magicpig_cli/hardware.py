@@ -266,3 +266,13 @@ def _process_bytes(root: Path) -> int:
     if len(fields) > 2:
         return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
     return psutil.Process().memory_info().rss
+
+
+def quota_stopped_s(root: Path = Path("/")) -> float:
+    """Seconds for which CPU quotas have held the cgroups of this process so far: the one that was held longest."""
+    held = [0.0]
+    for folder in _own_cgroups(root, "cpu"):
+        fields = dict(line.split() for line in _read(folder / "cpu.stat").splitlines() if len(line.split()) == 2)
+        held.append(int(fields.get("throttled_usec", 0)) / 1e6)  # v2
+        held.append(int(fields.get("throttled_time", 0)) / 1e9)  # v1
+    return max(held)

@@ -15,20 +15,26 @@ from magicpig_cli.planner import Plan, plan
 from magicpig_cli.profiles import Profile
 
 
-def plan_here(shape: ModelShape, settings: Settings, announce: Callable[[], None] | None = None) -> Plan:
-    """The plan of a run of this model on this machine.
+def _as_it_is(machine: Hardware) -> Hardware:
+    return machine
+
+
+def plan_here(
+    shape: ModelShape, settings: Settings, announce: Callable[[], None] | None = None,
+    assume: Callable[[Hardware], Hardware] = _as_it_is,
+) -> Plan:  # fmt: skip
+    """The plan of a run of this model on this machine, or on what `assume` makes of it (`cards.assumed`).
 
     announce: called before this machine is measured, which takes two seconds and is kept for next time; None: it is
     not, and times are predicted only if it has been before.
     Raises what `planner.plan` raises, and UsageError for a profile that was asked for and is not there or broken.
     """
-    machine = hardware.probe()
+    real = hardware.probe()
+    machine = assume(real)
     profile, why = profile_for(machine, settings, model_name(settings.model.model))
-    chosen = plan(machine, shape, settings, profile)  # what cannot work is refused before anything is measured
-    found = speeds_here(machine, chosen.threads, settings.model.device, announce)
-    if found is not None:
-        chosen = plan(replace(machine, speeds=found), shape, settings, profile)
-    return replace(chosen, reasons=(*chosen.reasons, f"profile {profile.name}: {why}"))
+    chosen = plan(machine, shape, settings, profile, why)  # what cannot work is refused before anything is measured
+    found = speeds_here(real, chosen.threads, settings.model.device, announce)
+    return chosen if found is None else plan(replace(machine, speeds=found), shape, settings, profile, why)
 
 
 def speeds_here(

@@ -33,7 +33,7 @@ except ImportError:  # not on Windows, which is told so but not blocked
 
 WAIT_S = 5.0  # for another process that is measuring: longer than that takes
 UNDISTURBED = (
-    0.8  # share of the cores from which on figures are kept for good; 0.97 on two idle cores, 0.5 with one busy
+    0.8  # share of the cores from which on figures are kept for good; 0.93 to 0.97 on two idle cores, 0.5 with one busy
 )
 MAX_TRIES = 3  # for machines that are never idle
 _PRODUCTS = frozenset({"float32", "bfloat16", "int8"})

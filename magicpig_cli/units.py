@@ -57,6 +57,11 @@ def parse_bytes(text: str) -> int:
     return _parse(text, _BYTES, "an amount of memory", "32GiB")
 
 
+def format_tokens(tokens: int) -> str:
+    """6144 → `6k`; what is no multiple of 1024 as it is. `parse_tokens` reads both."""
+    return f"{tokens // 1024}k" if tokens and tokens % 1024 == 0 else str(tokens)
+
+
 def format_bytes(count: float) -> str:
     """1536 → `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):

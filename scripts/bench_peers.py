@@ -19,12 +19,12 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # Nothing here may load torch: llama.cpp's process starts by importing this file.
 from magicpig_cli.bench import llama_cpp
-from magicpig_cli.bench.peers import GOALS, PREFILL_GOAL, Measured, Ours, PeersRequest, document, label, measure
+from magicpig_cli.bench.peers import GOALS, PREFILL_GOAL, Measured, Ours, PeersRequest, document, measure
 from magicpig_cli.config import ModelOptions, Settings
 from magicpig_cli.errors import MagicpigError, UsageError
 from magicpig_cli.model import demo
 from magicpig_cli.ui import console
-from magicpig_cli.units import parse_token_list
+from magicpig_cli.units import format_tokens, parse_token_list
 
 # From the largest to the smallest; the last is the nearest to llama.cpp's 4 bits and gives `ratio`.
 WEIGHTS: dict[str, dict[str, Any]] = {
@@ -158,7 +158,8 @@ def _say_goals(result: dict[str, Any]) -> None:
 def _print_table(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         note = " (from the line)" if row["fitted"] else ""
-        print(f"{row['tool']:10} {row['weights']:5} {label(row['context']):>6} {row['tpot_ms']:8.1f} ms/token{note}")
+        context = format_tokens(row["context"])
+        print(f"{row['tool']:10} {row['weights']:5} {context:>6} {row['tpot_ms']:8.1f} ms/token{note}")
     for row in result["prefill"]["rows"]:
         variant = f" {row['variant']}" if row["variant"] else ""
         print(f"{row['tool']:10} {row['weights']:5} prefill {row['tok_s']:6.0f} tok/s{variant}")

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 
 stamp=.venv/.magicpig-setup
 extras=gguf
-if [ "${1:-}" = "--dev" ] || grep -qs '^dev' $stamp; then extras=dev,gguf; fi
+if [ "${1:-}" = "--dev" ] || grep -qs '^dev' $stamp; then extras=dev,gguf,plot; fi
 
 if [ ! -x .venv/bin/python ]; then
   echo "setup: creating .venv" >&2
@@ -14,8 +14,10 @@ if [ ! -x .venv/bin/python ]; then
 fi
 pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
 
-# Python files are used from this folder; only these decide whether to build and install again.
-inputs=$(cat pyproject.toml constraints.txt scripts/setup.sh $(find cyext -type f | sort) | sha256sum | cut -d' ' -f1)
+# Python files are used from this folder. What is in these, and which Python files there are, decides whether to build
+# and install again.
+inputs=$({ cat pyproject.toml constraints.txt scripts/setup.sh $(find cyext -type f | sort)
+  find magicpig_cli -name '*.py' | sort; } | sha256sum | cut -d' ' -f1)
 state="$extras $inputs"
 if [ "$(cat $stamp 2>/dev/null)" != "$state" ]; then
   echo "setup: installing magicpig; the first time this takes some minutes" >&2

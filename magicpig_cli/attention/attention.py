@@ -7,12 +7,13 @@ from collections.abc import Sequence as SequenceOf
 import torch
 
 from magicpig_cli.attention.base import LogitRule, Partial, StepRecorder
-from magicpig_cli.attention.exact import BLOCK_KEYS, attend_chunk, attend_step
+from magicpig_cli.attention.exact import attend_chunk, attend_step
 from magicpig_cli.attention.lsh import LshSampler
 from magicpig_cli.attention.merge import merge
 from magicpig_cli.cache.index import LshIndex
 from magicpig_cli.cache.layer import LayerCache
 from magicpig_cli.cache.staging import Staging
+from magicpig_cli.config import BLOCK_KEYS
 
 
 class Attention:

@@ -21,13 +21,7 @@ from magicpig_cli.attention.base import LogitRule, Partial
 from magicpig_cli.cache.layer import LayerCache
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import as_array
-
-# Keys per block of the online softmax. 512 is 1.2× faster than 1024 (the scores of one block stay in L2): measured on 2
-# cores with 9/3 heads of 64 and 8k history, before the flash kernel left this path to soft caps and sliding windows.
-BLOCK_KEYS = 512
-
-# Keys per call of the flash kernel: 512 is 5% slower, 2048 up to 3% faster for twice the memory.
-FLASH_KEYS = 1024
+from magicpig_cli.config import BLOCK_KEYS, FLASH_KEYS
 
 
 class _OnlineSoftmax:

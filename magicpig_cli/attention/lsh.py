@@ -14,8 +14,7 @@ from magicpig_cli.attention.estimator import log_weight_table
 from magicpig_cli.cache.layer import LayerCache, Run
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import RowStore, as_array
-
-_HASH_ROWS = 4096  # rows copied to a device and projected at a time
+from magicpig_cli.config import HASH_ROWS
 
 
 def gaussian_directions(hash_seed: int, layer: int, head_dim: int, columns: int) -> np.ndarray:
@@ -60,7 +59,7 @@ class LshHasher:
         heads = slice(first_head, first_head + out.shape[0])
         offset = self._staging.to_device(torch.from_numpy(bias[heads])).unsqueeze(1)
         done = 0
-        for rows in store.views(start, stop, at_most=_HASH_ROWS):
+        for rows in store.views(start, stop, at_most=HASH_ROWS):
             keys = self._staging.to_device(rows[heads])[:, :, 0].float()
             codes = self._pack_on_device(keys @ self._device_matrix - offset)
             out[:, :, done : done + rows.shape[1]] = codes.transpose(0, 2, 1)

@@ -34,6 +34,7 @@ class Progress:
     decode_tokens: int = 0  # by decode steps; the first token of an answer comes from its prompt
     decode_s: float = 0.0
     reading: tuple[int, int] | None = None  # prompt tokens done and in all, while one is read
+    event: Event | None = None  # what the engine said last
 
     @property
     def done(self) -> int:
@@ -120,6 +121,7 @@ class BatchRunner:
 
     def _take(self, engine: Engine, event: Event) -> None:
         progress = self.progress
+        progress.event = event
         if isinstance(event, PrefillProgress):
             progress.reading = (event.done, event.total) if event.done < event.total else None
         elif isinstance(event, StepStats):

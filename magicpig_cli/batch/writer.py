@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from magicpig_cli.errors import MagicpigError, UsageError
+from magicpig_cli.files import replace_file
 
 SYNC_EVERY_S = 5.0
 
@@ -159,15 +160,8 @@ def _created(path: Path, overwrite: bool) -> RecordFile:
 
 def write_manifest(path: Path, content: dict[str, Any]) -> None:
     """Replace the manifest in one step. Raises MagicpigError."""
-    temporary = path.with_name(path.name + ".new")
+    text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
     try:
-        with temporary.open("w", encoding="utf-8", errors="replace") as file:
-            json.dump(content, file, ensure_ascii=False, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        replace_file(path, text.encode("utf-8", errors="replace"))
     except OSError as problem:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise _cannot_write(path, problem) from problem

@@ -16,10 +16,11 @@ import torch
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.corpus import natural_text, repeat_ids
 from magicpig_cli.engine.engine import Engine
+from magicpig_cli.kernels.memory import give_back_freed
 from magicpig_cli.model.rotary import RotaryShift
 
 FILL_LIMIT_S = 60.0  # a tiled fill prefills for at most this long; `auto` is real where that is enough
-_TILE_ROWS = 4096  # rows copied at a time
+_COPIED_ROWS = 1024  # at a time: a copy of a whole layer would be its size in memory beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,18 @@ class Fill:
     kind: str  # real | tiled
     prefilled: int  # tokens
     prefill_s: float
+    index_s: float  # building the tables afterwards; 0 where they were built beside the last chunk (on a GPU)
     fresh_positions: bool  # tiled rows were rotated to the positions where they stand
 
     @property
     def prefill_tok_s(self) -> float:
         return self.prefilled / self.prefill_s
+
+    def ttft_s(self, sampling: bool) -> float | None:
+        """Seconds from the prompt of one sequence to its first token; None where not all of it was prefilled."""
+        if self.kind != "real":
+            return None
+        return self.prefill_s + (self.index_s if sampling else 0.0)
 
 
 def fill_ids(engine: Engine, length: int) -> list[int]:
@@ -51,24 +59,32 @@ def fill_ids(engine: Engine, length: int) -> list[int]:
 
 
 def fill(engine: Engine, sequence: Sequence, length: int, kind: str) -> Generator[BenchProgress, None, Fill]:
-    """Bring an empty sequence to `length` tokens, yielding progress. kind: real, tiled or auto."""
+    """Bring an empty sequence to `length` tokens, its tables included, yielding progress.
+
+    kind: real, tiled or auto.
+    """
     ids = fill_ids(engine, length)
     begin = time.perf_counter()
     yield from _prefill(engine, sequence, ids, kind)
     prefilled, prefill_s = sequence.length, time.perf_counter() - begin
-    if prefilled == length:
-        return Fill("real", prefilled, prefill_s, True)
-    shift = RotaryShift(engine.runner.model, engine.runner.key_rotation)
-    yield from repeat_rows(sequence, length, shift)
+    fresh = True
+    if prefilled < length:
+        shift = RotaryShift(engine.runner.model, engine.runner.key_rotation)
+        yield from repeat_rows(sequence, length, shift)
+        fresh = shift.possible
+    begin = time.perf_counter()
     engine.runner.build_index(sequence)
-    return Fill("tiled", prefilled, prefill_s, shift.possible)
+    index_s = time.perf_counter() - begin
+    return Fill("real" if prefilled == length else "tiled", prefilled, prefill_s, index_s, fresh)
 
 
 def _prefill(engine: Engine, sequence: Sequence, ids: list[int], kind: str) -> Iterator[BenchProgress]:
     """Prefill all of ids; for the other kinds than `real` only until the time limit or the model's own context."""
     most = len(ids) if kind == "real" else min(len(ids), engine.shape.context)
+    # Tables are built, and timed, apart from the prompt where nothing would be built beside the forward.
+    mode = None if engine.runner.builds_beside_forward else "exact"
     begin = time.perf_counter()
-    for done, _ in engine.runner.prefill(sequence, ids[:most]):
+    for done, _ in engine.runner.prefill(sequence, ids[:most], mode):
         yield BenchProgress("prefilling", done, len(ids))
         spent = time.perf_counter() - begin
         predicted = spent / done * len(ids)  # too low, as attention grows; the limit still holds
@@ -80,12 +96,12 @@ def repeat_rows(sequence: Sequence, length: int, shift: RotaryShift) -> Iterator
     """Extend every layer to `length` rows by repeating the rows it has, rotated to where they will stand."""
     base = sequence.length
     for number, layer in enumerate(sequence.layers):
-        source = layer.copy_rows()
         while layer.length < length:
             turn, offset = divmod(layer.length, base)
-            rows = source[:, offset : min(base, offset + _TILE_ROWS, offset + length - layer.length)]
+            rows = layer.read(offset, min(base, offset + _COPIED_ROWS, offset + length - layer.length))
             keys = shift.shift(rows[:, :, 0], by=turn * base)
             layer.extend(torch.stack([keys, rows[:, :, 1]], dim=2))
+        give_back_freed()
         yield BenchProgress("repeating rows", number + 1, len(sequence.layers))
     sequence.commit((sequence.ids * -(-length // base))[base:length])
 
@@ -94,7 +110,10 @@ def duplicate(engine: Engine, sequence: Sequence) -> Sequence:
     """A second sequence with the same tokens in memory of its own."""
     copy = engine.new_sequence()
     for source, target in zip(sequence.layers, copy.layers, strict=True):
-        target.extend(source.copy_rows())
+        for start in range(0, source.length, _COPIED_ROWS):
+            target.extend(source.read(start, min(source.length, start + _COPIED_ROWS)))
+        give_back_freed()
     copy.commit(list(sequence.ids))
     engine.runner.build_index(copy)
+    give_back_freed()
     return copy

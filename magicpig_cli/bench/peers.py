@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from magicpig_cli.units import format_tokens
+
 if TYPE_CHECKING:
     from magicpig_cli.cache.sequence import Sequence as TokenSequence
     from magicpig_cli.engine.engine import Engine
@@ -127,7 +129,7 @@ def document(
     peer_rows = _peer_rows(peers, theirs, request)
     peer_ms = {row["context"]: row["tpot_ms"] for row in peer_rows}
     ratios = {
-        tool.weights: {label(c): peer_ms[c] / result.tpot_ms(c) for c in request.contexts}
+        tool.weights: {format_tokens(c): peer_ms[c] / result.tpot_ms(c) for c in request.contexts}
         for tool, result in zip(ours, mine, strict=True)
     }
     smallest = ours[-1].weights  # the nearest to the peer's 4 bits
@@ -191,11 +193,6 @@ def _variant(tool: Tool) -> str | None:
 def describe(tool: Tool) -> str:
     """`llama.cpp Q4_1 flash_on`."""
     return " ".join(filter(None, (tool.name, tool.weights, _variant(tool))))
-
-
-def label(tokens: int) -> str:
-    """6144 → 6k."""
-    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
 class Ours:

@@ -7,19 +7,43 @@ import datetime
 import io
 import json
 import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import magicpig_cli
-from magicpig_cli.engine.engine import Engine
-from magicpig_cli.hardware import Hardware
+from magicpig_cli.bench.compare import Comparison, key, label
 from magicpig_cli.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from magicpig_cli.engine.engine import Engine
+    from magicpig_cli.hardware import Hardware
+
 
 COLUMNS = (
     "model", "params", "dtype", "device", "isa", "thr", "ctx", "batch", "fill", "mode", "K", "L", "sampled",
     "pp t/s", "tg t/s", "TTFT", "TPOT p50/p99", "RAM", "index", "vs exact", "attn err",
 )  # fmt: skip
 RUN_COLUMNS = ("model", "params", "dtype", "device", "isa", "thr")  # the same in all rows of a run
+BEYOND = "beyond the model's context: speed only"
+COMPARED_COLUMNS = (
+    "ctx", "batch", "fill", "mode", "K", "L", "TPOT p50 old", "new", "old/new", "tg t/s old", "new", "new/old",
+    "vs exact", "verdict",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What a run has measured so far, and the earlier run that it is compared with."""
+
+    meta: dict[str, Any]
+    rows: list[dict[str, Any]]
+    comparison: Comparison | None = None
+
+    def warnings(self) -> list[str]:
+        """One text for each row that has any."""
+        return [f"{label(key(row))}: {'; '.join(row['warnings'])}" for row in self.rows if row["warnings"]]
 
 
 def meta(engine: Engine, hardware: Hardware) -> dict[str, Any]:
@@ -41,6 +65,9 @@ def meta(engine: Engine, hardware: Hardware) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "seed": engine.settings.attention.hash_seed,
+        "sink": engine.plan.sink,
+        "local": engine.plan.local,
+        "dense_layers": list(engine.plan.dense_layers),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 
@@ -61,7 +88,7 @@ def cells(meta: dict[str, Any], row: dict[str, Any]) -> list[str]:
     """One row in the order of COLUMNS, as text for people."""
     ratio, error, speedup = row["sampled_ratio"], row["attn_error"], row["speedup_vs_exact"]
     tpot = row["tpot_ms"]
-    fill = row["fill"] + (" (beyond the model's context: speed only)" if row["beyond_model_context"] else "")
+    fill = row["fill"] + (f" ({BEYOND})" if row["beyond_model_context"] else "")
     return [
         meta["model"], format_count(meta["params"]), meta["dtype"], meta["device"], meta["isa"], str(meta["threads"]),
         str(row["context"]), str(row["batch"]), fill, row["mode"],
@@ -80,14 +107,50 @@ def _or_dash(value: int | None) -> str:
     return "-" if value is None else str(value)
 
 
-def as_markdown(meta: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *(cells(meta, row) for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+def compared_cells(comparison: Comparison, row: dict[str, Any]) -> list[str]:
+    """The comparison of one row of this run in the order of COMPARED_COLUMNS; only for rows that have one."""
+    found = comparison.rows[key(row)]
+    tpot, speed = found["tpot_ms"], found["decode_tok_s"]
+    return [
+        str(row["context"]), str(row["batch"]), row["fill"], row["mode"], _or_dash(row["K"]), _or_dash(row["L"]),
+        f"{tpot['old']:.1f}", f"{tpot['new']:.1f} ms", _ratio(tpot),
+        f"{speed['old']:.1f}", f"{speed['new']:.1f}", _ratio(speed), _ratio(found["vs_exact"]), found["verdict"],
+    ]  # fmt: skip
 
 
-def as_csv(meta: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """Plain numbers, one line per row; nested keys become `outer.inner`."""
-    flat = [{**meta, **_flatten(row)} for row in rows]
+def _ratio(figure: dict[str, Any] | None) -> str:
+    """`1.04× (0.98–1.10)`: the interval of 95%."""
+    if figure is None:
+        return "-"
+    if figure["ci95"] is None:
+        return f"{figure['ratio']:.2f}×"
+    low, high = figure["ci95"]
+    return f"{figure['ratio']:.2f}× ({low:.2f}–{high:.2f})"
+
+
+def as_markdown(results: Results) -> str:
+    """The table of rows, then that of the comparison, then notes and warnings as a list."""
+    parts = [_table(COLUMNS, [cells(results.meta, row) for row in results.rows])]
+    notes = []
+    if (comparison := results.comparison) is not None:
+        lines = [compared_cells(comparison, row) for row in results.rows if comparison.of(row)]
+        if lines:
+            parts.append(_table(COMPARED_COLUMNS, lines))
+        notes = [f"- {note}" for note in comparison.notes()]
+    notes += [f"- warning: {text}" for text in results.warnings()]
+    if notes:
+        parts.append("\n".join(notes) + "\n")
+    return "\n".join(parts)
+
+
+def _table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    whole = [columns, ["---"] * len(columns), *lines]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in whole) + "\n"
+
+
+def as_csv(results: Results) -> str:
+    """Plain numbers, one line per row; nested keys become `outer.inner`, longer lists are left out."""
+    flat = [{**_flatten(results.meta), **_flatten(row)} for row in _compared(results)]
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(dict.fromkeys(key for line in flat for key in line)))
     writer.writeheader()
@@ -97,17 +160,32 @@ def as_csv(meta: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 def _flatten(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
-    for key, value in row.items():
+    for name, value in row.items():
         if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        elif not isinstance(value, list):
-            flat[prefix + key] = value
+            flat |= _flatten(value, f"{prefix}{name}.")
+        elif name == "ci95" and value is not None:
+            flat |= {f"{prefix}low": value[0], f"{prefix}high": value[1]}
+        elif name in ("warnings", "dense_layers"):
+            flat[prefix + name] = "; ".join(map(str, value))
+        elif not isinstance(value, list) and name != "ci95":
+            flat[prefix + name] = value
     return flat
 
 
-def as_json(meta: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    return json.dumps({"meta": meta, "rows": rows}) + "\n"
+def _compared(results: Results) -> list[dict[str, Any]]:
+    """Rows, each with its `comparison` if there is an earlier run."""
+    if (comparison := results.comparison) is None:
+        return results.rows
+    return [{**row, "comparison": comparison.of(row)} for row in results.rows]
 
 
-def as_jsonl(meta: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    return "".join(json.dumps({"meta": meta, **row}) + "\n" for row in rows)
+def as_json(results: Results) -> str:
+    document: dict[str, Any] = {"meta": results.meta, "rows": results.rows}
+    if results.comparison is not None:
+        document["comparison"] = results.comparison.as_json()
+    return json.dumps(document) + "\n"
+
+
+def as_jsonl(results: Results) -> str:
+    """A line for each row, with the meta of the run in it."""
+    return "".join(json.dumps({"meta": results.meta, **row}) + "\n" for row in _compared(results))

@@ -137,7 +137,19 @@ class LayerCache:
         if self.window.used > sink:
             yield position, self.window.rows[:, sink : self.window.used]
 
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """A copy of the rows of positions [start, stop), [Hkv, n, 2, D] of the window's type in host memory."""
+        parts = []
+        for position, piece in self.pieces(at_most=max(1, stop - start), store_from=max(0, start - self.shape.sink)):
+            first, last = max(start, position), min(stop, position + piece.shape[1])
+            if first < last:
+                parts.append(self._staging.to_host(piece[:, first - position : last - position]))
+            if position >= stop:
+                break
+        if not parts:
+            return torch.empty_like(self.window.rows[:, :0], device="cpu")
+        return torch.cat(parts, dim=1).to(self.window.rows.dtype)
+
     def copy_rows(self) -> torch.Tensor:
         """A copy of everything held, [Hkv, length, 2, D] of the window's type in host memory, in order of position."""
-        pieces = [self._staging.to_host(piece) for _, piece in self.pieces(at_most=max(1, self.length))]
-        return torch.cat(pieces, dim=1).to(self.window.rows.dtype)
+        return self.read(0, self.length)

@@ -17,7 +17,7 @@ import typer
 
 import magicpig_cli
 from magicpig_cli.cli.config_file import Parameter, config_path, read_defaults
-from magicpig_cli.cli.options import SHARED_OPTIONS
+from magicpig_cli.cli.options import SHARED_NAMES
 from magicpig_cli.errors import INTERRUPTED, MagicpigError, UsageError
 from magicpig_cli.ui import console
 
@@ -90,9 +90,8 @@ def _default_map(command: Any, arguments: list[str]) -> dict[str, Any]:
     """config.yaml as click wants it: nested by command. A broken file must not stand in the way of `--help`."""
     if not _ASKS_FOR_HELP.isdisjoint(arguments):
         return {}
-    shared = frozenset(option.name for option in SHARED_OPTIONS)
     nested: dict[str, Any] = {}
-    for path, values in read_defaults(config_path(), shared, _parameters(command)).items():
+    for path, values in read_defaults(config_path(), SHARED_NAMES, _parameters(command)).items():
         place = nested
         for name in path.split():
             place = place.setdefault(name, {})

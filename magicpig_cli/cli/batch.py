@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from magicpig_cli.cli.options import AsJson, Quiet, command_options
+from magicpig_cli.cli.options import AsJson, NoLive, Quiet, command_options
 from magicpig_cli.config import Settings
 from magicpig_cli.errors import INTERRUPTED, MagicpigError, UsageError
 from magicpig_cli.events import MEASURING
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from magicpig_cli.batch.writer import Output, OutputPaths
     from magicpig_cli.engine.engine import Engine
     from magicpig_cli.planner import Plan
+    from magicpig_cli.ui.live import View
+    from magicpig_cli.ui.live_state import Work
 
 SOME_FAILED = 3
 _SHOWN_ERRORS = 10
@@ -51,6 +53,7 @@ class _Options:
     allow_outside_files: bool
     as_json: bool
     quiet: bool
+    live: bool
 
 
 @command_options("model", "attention", "generation", "system")
@@ -76,11 +79,12 @@ def batch(
     ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    no_live: NoLive = False,
 ) -> None:
     """Answer a JSONL file of requests, several at a time."""
     options = _Options(
         source, output, _batch_size(batch_size), dry_run, strict, raw, overwrite, ordered, allow_outside_files,
-        as_json, quiet,
+        as_json, quiet, not no_live,
     )  # fmt: skip
     from magicpig_cli.batch.reader import JsonlSource
 
@@ -301,7 +305,7 @@ class _Run:
         from magicpig_cli.batch.runner import Progress
 
         try:
-            engine = self._load(prepared.checked)
+            engine = self._load(prepared)
         except KeyboardInterrupt:
             return self._tell_interrupted(Progress(prepared.checked.total))
         with self._output() as output:
@@ -316,11 +320,13 @@ class _Run:
             console.say(self._summary_line(progress, summary))
         return SOME_FAILED if progress.failed else 0
 
-    def _load(self, checked: Checked) -> Engine | None:
+    def _load(self, prepared: _Prepared) -> Engine | None:
         """The model; none if no line needs it."""
         from magicpig_cli.ui.loading import load_engine
 
-        return load_engine(self.settings, quiet=self.options.quiet) if checked.good else None
+        if not prepared.checked.good:
+            return None
+        return load_engine(self.settings, quiet=self.options.quiet, planned=prepared.plan)
 
     def _output(self) -> Output:
         from magicpig_cli.batch.writer import Output
@@ -337,13 +343,11 @@ class _Run:
             stop=lambda: self.signals.asked,
         )  # fmt: skip
         self._manifest(prepared, engine, runner.progress, "running")
-        # A bar would run through the records on a terminal that shows both.
-        quiet = self.options.quiet or (self.paths is None and sys.stdout.isatty())
-        track = console.Track("answering", unit="lines", quiet=quiet)
         try:
-            with self.signals.gently(), track:
+            with self.signals.gently(), self._view(engine, prepared.batch_size) as view:
+                began = time.monotonic()
                 for progress in runner.run(engine, prepared.batch_size):
-                    track.update(progress.done, progress.total, _activity(progress))
+                    view.show(progress.event, _work(progress, len(prepared.checked.errors), time.monotonic() - began))
         except KeyboardInterrupt:
             pass  # a second signal; what is not done is told like after the first one
         except Exception:
@@ -360,6 +364,15 @@ class _Run:
                 console.say(_how_far(runner.progress, self.paths))
             raise
         return runner.progress
+
+    def _view(self, engine: Engine | None, slots: int) -> View:
+        """What moves on stderr meanwhile. It would run through records that come out on the same terminal."""
+        from magicpig_cli.ui.live import open_view
+
+        to_stdout = self.paths is None
+        quiet = self.options.quiet or (to_stdout and sys.stdout.isatty())
+        live = self.options.live and not (to_stdout and console.may_reach_a_terminal(sys.stdout))
+        return open_view(engine, wanted=live, quiet=quiet, what="answering", unit="lines", slots=slots)
 
     def _manifest(self, prepared: _Prepared, engine: Engine | None, progress: Progress, state: str) -> None:
         if self.paths is None:
@@ -406,8 +419,12 @@ def _how_far(progress: Progress, paths: OutputPaths | None) -> str:
     return f"{progress.done:,} of {progress.total:,} lines are done{where}"
 
 
-def _activity(progress: Progress) -> str:
+def _work(progress: Progress, bad: int, elapsed_s: float) -> Work:
+    """How far the run is, for people. `bad` lines took no time."""
+    from magicpig_cli.ui.live_state import Work
+
+    what, detail = "answering", f"{progress.decode_tok_s:.1f} tok/s" if progress.decode_tok_s else ""
     if progress.reading is not None:
         done, total = progress.reading
-        return f"reading a prompt, {done:,} of {total:,} tokens"
-    return f"answering, {progress.decode_tok_s:.1f} tok/s" if progress.decode_tok_s else "answering"
+        what, detail = "reading a prompt", f"{done:,} of {total:,} tokens"
+    return Work(what, progress.done, progress.total, "lines", detail, progress.failed, elapsed_s, bad)

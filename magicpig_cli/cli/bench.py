@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import contextlib
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from magicpig_cli.cli.options import Quiet, command_options
+from magicpig_cli.cli.options import NoLive, Quiet, command_options
 from magicpig_cli.config import Settings
-from magicpig_cli.errors import ContextError, MemoryBudgetError, UsageError
+from magicpig_cli.errors import ContextError, MagicpigError, MemoryBudgetError, UsageError
+from magicpig_cli.files import refuse_unwritable, replace_file
 from magicpig_cli.units import format_bytes, parse_token_list
 
 if TYPE_CHECKING:
+    from magicpig_cli.bench.compare import Earlier
     from magicpig_cli.bench.measure import BenchRequest
+    from magicpig_cli.bench.report import Results
     from magicpig_cli.engine.engine import Engine
+    from magicpig_cli.planner import Plan
 
 _FORMATS = ("table", "md", "csv", "json", "jsonl")
+_FORMAT_OF = {".md": "md", ".csv": "csv", ".json": "json", ".jsonl": "jsonl"}  # by the end of --output
 _FILLS = ("auto", "real", "tiled")
 _MODES = ("exact", "lsh")
 _DEFAULT_CONTEXT = 8192
@@ -34,12 +42,21 @@ def bench(
     reps: Annotated[int, typer.Option(min=1, metavar="N", help="Repetitions; the modes take turns.")] = 5,
     warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Untimed rounds before.")] = 1,
     fill: Annotated[str, typer.Option(metavar="|".join(_FILLS), help="How contexts are filled.")] = "auto",
-    output_format: Annotated[str, typer.Option(metavar="|".join(_FORMATS), help="What is printed.")] = "table",
+    output_format: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(_FORMATS), help="What is printed; by default as --output ends, else a table."),
+    ] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write there instead of stdout.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(metavar="OLD.json", help="Show what changed since a run with --output OLD.json.")
+    ] = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE.png|-", help="Time against context: png, svg, pdf, or the terminal.")
+    ] = None,
     quiet: Quiet = False,
+    no_live: NoLive = False,
 ) -> None:
     """Measure decode speed with sampled and exact attention, in one run."""
-    _want_one_of("--output-format", output_format, _FORMATS)
     _want_one_of("--fill", fill, _FILLS)
     lengths = _contexts(settings, contexts)
     if short := [n for n in lengths if n <= gen_tokens + 1]:
@@ -48,8 +65,7 @@ def bench(
             hint="raise --context or lower --gen-tokens",
         )
     modes, batches = _modes(attention, no_baseline), _batches(batch_size)
-    if output is not None:
-        _want_writable(output)
+    target = _target(output_format, output, compare, plot, quiet)
 
     from magicpig_cli.bench.measure import BenchRequest
     from magicpig_cli.ui.loading import load_engine
@@ -63,13 +79,137 @@ def bench(
         context=max(lengths),
         allow_extrapolation=True,
     )
-    engine = load_engine(settings, quiet=quiet)
-    _check_room(engine, request)
-    text = _report(engine, request, output_format if output_format != "table" or output is None else "md", quiet)
+    _check_room(_plan(settings), request)
+    _measure(load_engine(settings, quiet=quiet), request, target, live=not no_live)
+
+
+def _measure(engine: Engine, request: BenchRequest, target: _Target, *, live: bool) -> None:
+    """Measure row by row. However that ends, the rows that are finished are delivered."""
+    from magicpig_cli import hardware
+    from magicpig_cli.bench import report
+    from magicpig_cli.ui import console
+
+    wanted = len(request.contexts) * len(request.batch_sizes) * len(request.modes)
+    about = {**report.meta(engine, hardware.probe()), "complete": False}
+    rows: list[dict[str, Any]] = []
+
+    def finished(row: dict[str, Any]) -> None:
+        rows.append(row)
+        target.save(about, rows)  # at once: a process that the system kills for its memory says nothing any more
+
+    try:
+        _run(engine, request, target.quiet, live, finished)
+        about["complete"] = True
+    finally:
+        if rows:
+            target.deliver(about, rows)
+            if len(rows) < wanted:
+                console.say(f"{len(rows)} of {wanted} rows were finished")
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where results go, in which form, and what they are compared with."""
+
+    form: str  # one of _FORMATS
+    output: Path | None  # None: stdout
+    earlier: Earlier | None
+    plot: str | None  # a file; `-`: the terminal
+    quiet: bool
+
+    def save(self, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        """Replace the output file, if there is one, by these rows. Raises MagicpigError."""
+        if self.output is not None:
+            _replace(self.output, self._document(self._results(meta, rows)).encode("utf-8", errors="replace"))
+
+    def deliver(self, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        """Write or print everything: document, notes, plot. There is at least one row. Raises MagicpigError."""
+        from magicpig_cli.ui import bench as page
+        from magicpig_cli.ui import console
+
+        results = self._results(meta, rows)
+        try:
+            self.save(meta, rows)
+        except MagicpigError:  # a full disk
+            print(self._document(results), end="")
+            raise
+        if self.output is not None and not self.quiet:
+            console.say(f"{len(rows)} rows in {self.output}")
+        if self.output is None and self.form == "table":
+            page.print_tables(results)
+        elif self.output is None:
+            print(self._document(results), end="")
+        for text in results.warnings():
+            console.warn(text)
+        if self.plot == "-":
+            page.print_plot(results)
+        elif self.plot is not None:
+            self._draw(Path(self.plot), results)
+
+    def _draw(self, path: Path, results: Results) -> None:
+        from magicpig_cli.bench.plot import image
+
+        _replace(path, image(results.meta, results.rows, path.suffix.lower()))
+
+    def _results(self, meta: dict[str, Any], rows: list[dict[str, Any]]) -> Results:
+        from magicpig_cli.bench.compare import compare
+        from magicpig_cli.bench.report import Results
+
+        return Results(meta, rows, None if self.earlier is None else compare(self.earlier, meta, rows))
+
+    def _document(self, results: Results) -> str:
+        """The text of an output file, or of stdout where that is for programs."""
+        from magicpig_cli.bench import report
+        from magicpig_cli.ui import bench as page
+
+        if self.form == "table":
+            with contextlib.redirect_stdout(io.StringIO()) as text:  # no terminal: neither colours nor a width
+                page.print_tables(results)
+            return text.getvalue() + "".join(f"warning: {line}\n" for line in results.warnings())
+        writers = {"md": report.as_markdown, "csv": report.as_csv, "json": report.as_json, "jsonl": report.as_jsonl}
+        return writers[self.form](results)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    try:
+        replace_file(path, content)
+    except OSError as problem:
+        raise MagicpigError(f"cannot write {path}: {problem.strerror}") from problem
+
+
+def _target(
+    output_format: str | None, output: Path | None, compare: Path | None, plot: str | None, quiet: bool
+) -> _Target:
+    """Everything about results that can be checked before there are any. Raises UsageError."""
+    if output == Path("-"):
+        output = None
+    form = output_format or (_FORMAT_OF.get(output.suffix.lower(), "md") if output else "table")
+    _want_one_of("--output-format", form, _FORMATS)
+    if plot is not None:
+        _check_plot(plot, output, form)
     if output is not None:
-        output.write_text(text, encoding="utf-8")
-    elif text:
-        print(text, end="")
+        _want_writable("--output", output)
+    earlier = None
+    if compare is not None:
+        from magicpig_cli.bench import compare as comparing
+
+        earlier = comparing.load(compare)
+    return _Target(form, output, earlier, plot, quiet)
+
+
+def _check_plot(plot: str, output: Path | None, form: str) -> None:
+    from magicpig_cli.bench.plot import refuse
+
+    refuse(plot)
+    if plot == "-":
+        if output is None and form != "table":
+            raise UsageError(
+                f"--plot - and --output-format {form} would both go to stdout", hint="--output FILE, or --plot FILE.png"
+            )
+        return
+    if output is not None and output.resolve() == Path(plot).resolve():
+        raise UsageError(f"--output and --plot both name {plot}", hint="--output FILE.json --plot FILE.png")
+    _want_writable("--plot", Path(plot))
 
 
 def _want_one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -77,18 +217,18 @@ def _want_one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
         raise UsageError(f"{option} {value} is unknown", hint=f"use one of {', '.join(allowed)}")
 
 
-def _want_writable(output: Path) -> None:
+def _want_writable(option: str, path: Path) -> None:
     """Refuse now what would lose the results at the end."""
     try:
-        with output.open("a", encoding="utf-8"):
-            pass
+        refuse_unwritable(path)
     except OSError as problem:
         raise UsageError(
-            f"cannot write {output}: {problem.strerror}", hint="--output FILE in a folder of yours"
+            f"{option}: cannot write {path}: {problem.strerror}", hint=f"{option} FILE in a folder of yours"
         ) from None
 
 
 def _contexts(settings: Settings, several: str | None) -> tuple[int, ...]:
+    """Each context once, shortest first, so that memory runs out last where it does."""
     if several is not None and settings.context is not None:
         raise UsageError("--context and --contexts say the same thing twice", hint="--contexts 8k,32k,96k")
     if several is None:
@@ -96,7 +236,7 @@ def _contexts(settings: Settings, several: str | None) -> tuple[int, ...]:
     lengths = parse_token_list(several)
     if not lengths:
         raise UsageError("--contexts names no context", hint="--contexts 8k,32k,96k")
-    return tuple(lengths)
+    return tuple(sorted(set(lengths)))
 
 
 def _modes(text: str, no_baseline: bool) -> tuple[str, ...]:
@@ -104,10 +244,10 @@ def _modes(text: str, no_baseline: bool) -> tuple[str, ...]:
     asked = {part.strip() for part in text.split(",") if part.strip()}
     for mode in sorted(asked):
         _want_one_of("--attention", mode, _MODES)
-    if not no_baseline:
-        asked.add("exact")
     if not asked:
         raise UsageError("--attention names no mode", hint="--attention lsh,exact")
+    if not no_baseline:
+        asked.add("exact")
     return tuple(mode for mode in _MODES if mode in asked)
 
 
@@ -118,55 +258,52 @@ def _batches(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def _check_room(engine: Engine, request: BenchRequest) -> None:
-    """Refuse before filling what cannot be measured."""
+def _plan(settings: Settings) -> Plan:
+    """What loading would plan, from the config alone. Raises what loading raises before it reads weights."""
+    from magicpig_cli.model import loader
+    from magicpig_cli.model.shape import shape_from_config
+    from magicpig_cli.planning import plan_here
+
+    loader.resolve_device(settings.model.device)
+    config = loader.load_config(settings.model)
+    loader.check_supported(config, settings.model.model)
+    return plan_here(shape_from_config(config), settings)
+
+
+def _check_room(plan: Plan, request: BenchRequest) -> None:
+    """Refuse before loading and filling what cannot be measured. Raises ContextError or MemoryBudgetError."""
     longest, most = max(request.contexts), max(request.batch_sizes)
-    if request.fill == "real" and longest > engine.shape.context:
+    if request.fill == "real" and longest > plan.shape.context:
         raise ContextError(
-            f"a real fill of {longest:,} tokens exceeds the model's context of {engine.shape.context:,}",
+            f"a real fill of {longest:,} tokens exceeds the model's context of {plan.shape.context:,}",
             hint="--fill tiled measures speed beyond it",
         )
-    need = engine.plan.sequence_bytes(longest) * most
-    if need > engine.plan.budget_bytes:
+    one = plan.sequence_bytes(longest)
+    if one * most > plan.budget_bytes:
+        fitting = plan.budget_bytes // one
         raise MemoryBudgetError(
-            f"{most} sequences of {longest:,} tokens need {format_bytes(need)} for keys, values and index, "
-            f"and {format_bytes(engine.plan.budget_bytes)} are free",
-            hint="a smaller --context or --batch-size",
+            f"{most} sequences of {longest:,} tokens need {format_bytes(one * most)} for keys, values and index, "
+            f"and {format_bytes(plan.budget_bytes)} are free",
+            hint=f"--batch-size {fitting} fits at this context" if fitting else "a smaller --context",
         )
 
 
-def _report(engine: Engine, request: BenchRequest, output_format: str, quiet: bool) -> str:
-    """Run, and return the document; a table is printed at the end instead and "" returned."""
-    from magicpig_cli import hardware
-    from magicpig_cli.bench import report
+def _run(
+    engine: Engine, request: BenchRequest, quiet: bool, live: bool, finished: Callable[[dict[str, Any]], None]
+) -> None:
+    """Measure, and show how far it is; `finished` is called with every row.
 
-    about = report.meta(engine, hardware.probe())
-    rows = _run(engine, request, quiet)
-    if output_format != "table":
-        writers = {"md": report.as_markdown, "csv": report.as_csv, "json": report.as_json, "jsonl": report.as_jsonl}
-        return writers[output_format](about, rows)
-    from magicpig_cli.ui import console
-
-    # What is the same in every row is said once, so that the rest fits a terminal.
-    cells = [report.cells(about, row) for row in rows]
-    same = {i for i, name in enumerate(report.COLUMNS) if name in report.RUN_COLUMNS}
-    console.print_table(
-        [name for i, name in enumerate(report.COLUMNS) if i not in same],
-        [[cell for i, cell in enumerate(line) if i not in same] for line in cells],
-    )
-    console.say(" · ".join(f"{report.COLUMNS[i]} {cells[0][i]}" for i in sorted(same)))
-    return ""
-
-
-def _run(engine: Engine, request: BenchRequest, quiet: bool) -> list[dict[str, Any]]:
+    The view is drawn between steps, which are timed inside the engine.
+    """
     from magicpig_cli.bench.measure import run_bench
-    from magicpig_cli.ui import console
+    from magicpig_cli.ui.bench_progress import BenchView
+    from magicpig_cli.ui.live import open_view
 
-    rows: list[dict[str, Any]] = []
-    with console.Track("filling the context", quiet=quiet) as progress:
+    slots = max(request.batch_sizes)
+    with open_view(engine, wanted=live, quiet=quiet, what="filling the context", slots=slots) as view:
+        progress = BenchView(view)
         for update in run_bench(engine, request):
             if isinstance(update, dict):
-                rows.append(update)
+                finished(update)
             else:
-                progress.update(update.done, update.total, update.what)
-    return rows
+                progress.show(update)

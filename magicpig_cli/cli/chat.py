@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from magicpig_cli.cli.options import AsJson, Quiet, command_options
+from magicpig_cli.cli.options import AsJson, NoLive, Quiet, command_options
 from magicpig_cli.config import Settings
 from magicpig_cli.errors import INTERRUPTED, UsageError
 from magicpig_cli.ui import console
@@ -37,6 +37,7 @@ def chat(
     ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    no_live: NoLive = False,
 ) -> None:
     """Chat with a model about long documents."""
     documents, stdin_taken = _read_documents(prompt, file or [])
@@ -52,9 +53,9 @@ def chat(
     if text is None:
         from magicpig_cli.ui.conversation import converse
 
-        converse(engine, settings, documents, quiet=quiet)
+        converse(engine, settings, documents, quiet=quiet, live=not no_live)
         return
-    finished = _one_turn(engine, settings, documents, text, as_json=as_json, quiet=quiet)
+    finished = _one_turn(engine, settings, documents, text, as_json=as_json, quiet=quiet, live=not no_live)
     if finished.reason == "interrupted":
         raise typer.Exit(INTERRUPTED)
 
@@ -113,8 +114,9 @@ def _stdin_bytes() -> bytes:
 
 
 def _one_turn(
-    engine: Engine, settings: Settings, documents: list[tuple[str, str]], text: str, *, as_json: bool, quiet: bool
-) -> Finished:
+    engine: Engine, settings: Settings, documents: list[tuple[str, str]], text: str, *, as_json: bool, quiet: bool,
+    live: bool,
+) -> Finished:  # fmt: skip
     from magicpig_cli.engine.conversation import Conversation, document_message
     from magicpig_cli.ui.answer import Interrupts, show_notices, statistics_line, stream_answer
 
@@ -124,7 +126,7 @@ def _one_turn(
     prompt_ids = conversation.prompt_ids()
     show_notices(engine, quiet=quiet)
     request = engine.request("chat", prompt_ids, settings.generation, sequence)
-    finished = stream_answer(engine, request, Interrupts(), show_text=not as_json, quiet=quiet)
+    finished = stream_answer(engine, request, Interrupts(), show_text=not as_json, quiet=quiet, live=live)
     if as_json:
         print(json.dumps(answer_json(engine, sequence, finished), ensure_ascii=False))
     elif not quiet:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,9 +14,10 @@ from magicpig_cli.config import DEFAULT_L, ModelOptions, Settings
 from magicpig_cli.errors import MagicpigError
 from magicpig_cli.events import MEASURING
 from magicpig_cli.ui import console
-from magicpig_cli.units import format_bytes, format_count
+from magicpig_cli.units import format_bytes, format_count, parse_bytes
 
 if TYPE_CHECKING:
+    from magicpig_cli.hardware import Hardware
     from magicpig_cli.model.shape import ModelShape
     from magicpig_cli.planner import Plan
 
@@ -120,21 +121,31 @@ def _heads(shape: ModelShape) -> str:
 def check(
     settings: Settings,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, local directory, .gguf file, or demo.")],
+    assume_gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help='Plan for a GPU that is not here, like "RTX 4090".')
+    ] = None,
+    assume_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Plan as if so much host memory were free, like 64GiB.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what would happen with a model on this machine; only its config is read."""
+    """Say what would happen with a model on this machine, or on another one; only its config is read."""
+    from magicpig_cli import hardware
+    from magicpig_cli.cards import assumed
     from magicpig_cli.model.loader import load_config
     from magicpig_cli.model.shape import shape_from_config, unsupported_reason
 
+    memory = None if assume_memory is None else parse_bytes(assume_memory)
+    assumed(hardware.probe(), assume_gpu, memory)  # what nobody knows is refused before anything is read
     settings = replace(settings, model=replace(settings.model, model=model))
     config = load_config(settings.model)
     report: dict[str, Any] = {"model": model, "family": getattr(config, "model_type", None)}
     reason = unsupported_reason(config)
     report |= {"supported": reason is None, "reason": reason}
     if reason is None:
-        report |= _would_happen(shape_from_config(config), settings)
-    for line in report.get("plan", ()):
-        console.detail(line)
+        report |= _would_happen(
+            shape_from_config(config), settings, lambda machine: assumed(machine, assume_gpu, memory)
+        )  # fmt: skip
     if as_json:
         print(json.dumps(report))
     else:
@@ -143,7 +154,9 @@ def check(
         raise typer.Exit(1)
 
 
-def _would_happen(shape: ModelShape, settings: Settings) -> dict[str, Any]:
+def _would_happen(
+    shape: ModelShape, settings: Settings, assume: Callable[[Hardware], Hardware]
+) -> dict[str, Any]:  # fmt: skip
     """What the planner makes of the model here; `problem` where it refuses."""
     import torch  # noqa: F401  the probe then lists GPUs
 
@@ -157,31 +170,55 @@ def _would_happen(shape: ModelShape, settings: Settings) -> dict[str, Any]:
         "softcap": shape.softcap,
     }
     try:
-        chosen = plan_here(shape, settings, lambda: console.say(MEASURING))
+        chosen = plan_here(shape, settings, lambda: console.say(MEASURING), assume)
     except MagicpigError as problem:
-        return report | {
+        refused: dict[str, Any] = {
             "problem": problem.message,
             "hint": problem.hint,
             "memory": None,
             "batch_size": None,
             "plan": [],
         }
+        return report | refused | {"predicted": []}
+    batches = sorted({1, chosen.batch_size})
     return report | {
         "problem": None,
         "hint": None,
         "memory": _memory(chosen),
         "batch_size": chosen.batch_size,
         "plan": list(chosen.reasons),
+        "predicted": [_predicted(chosen, batch) for batch in batches],
     }
 
 
-def _memory(chosen: Plan) -> dict[str, int]:
+def _memory(chosen: Plan) -> dict[str, Any]:
+    """Bytes of the plan, and the sums that decide whether a batch of the full context fits."""
+    from magicpig_cli.planner.memory import device, reserved_host
+
     return {
         "context": chosen.context,
         "weights_bytes": chosen.weights_bytes,
         "kv_bytes": chosen.kv_bytes(chosen.context),
         "index_bytes": chosen.index_bytes(chosen.context),
         "budget_bytes": chosen.budget_bytes,
+        "free_bytes": chosen.budget_bytes + chosen.weights_bytes + chosen.host_reserve,
+        "host": [asdict(part) for part in reserved_host(chosen, chosen.context, chosen.batch_size)],
+        "gpu": None if chosen.gpu is None else {"name": chosen.gpu.name, "free_bytes": chosen.gpu.free_bytes},
+        "device": [asdict(part) for part in device(chosen, chosen.batch_size)],
+    }
+
+
+def _predicted(chosen: Plan, batch: int) -> dict[str, Any]:
+    """What a run of `batch` sequences of the full context is expected to take."""
+    from magicpig_cli.planner import predict
+
+    found = predict(chosen, chosen.context, batch)
+    return {
+        "batch": batch,
+        "tpot_ms": found.ms_per_token,
+        "stages_ms": dict(found.stages_ms),
+        "missing": list(found.missing),
+        "peak_bytes": found.host_bytes,
     }
 
 
@@ -207,9 +244,36 @@ def _page(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "problem", report["problem"]
         yield "hint", report["hint"] or ""
         return
+    yield from _titled("plan", report["plan"])
     memory = report["memory"]
-    yield "weights", format_bytes(memory["weights_bytes"]) if memory["weights_bytes"] else "on the GPU"
-    kv, index = memory["kv_bytes"], memory["index_bytes"]
-    parts = f"{format_bytes(kv)} keys and values + {format_bytes(index)} index"
-    yield "sequence", f"{format_bytes(kv + index)} at {memory['context']:,} tokens: {parts}"
+    sequences = f"{report['batch_size']} × {memory['context']:,} tokens"
+    yield from _titled("host memory", _sum(memory["host"], memory["free_bytes"], f"for {sequences}"))
+    if memory["gpu"]:
+        yield from _titled("GPU memory", _sum(memory["device"], memory["gpu"]["free_bytes"], memory["gpu"]["name"]))
     yield "batch size", f"{report['batch_size']} sequences of that length fit {format_bytes(memory['budget_bytes'])}"
+    yield from _titled("expected", map(_expectation, report["predicted"]))
+
+
+def _titled(title: str, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Lines of which only the first has a title."""
+    for line in lines:
+        yield title, line
+        title = ""
+
+
+def _sum(parts: list[dict[str, Any]], free: int, what: str) -> Iterator[str]:
+    """Addends with their formulas, and what they add up to."""
+    width = max(len(format_bytes(part["bytes"])) for part in parts)
+    for part in parts:
+        yield f"{format_bytes(part['bytes']):>{width}}  {part['name']} = {part['formula']}"
+    total = sum(part["bytes"] for part in parts)
+    yield f"{format_bytes(total):>{width}}  of {format_bytes(free)} free, {what}"
+
+
+def _expectation(predicted: dict[str, Any]) -> str:
+    """`batch 4: 61 ms per token (dense 6, hash 1, …), 9.1 GiB of memory at the peak`."""
+    stages = ", ".join(f"{stage} {ms:.1f}" for stage, ms in predicted["stages_ms"].items() if ms >= 0.05)
+    time = "" if predicted["tpot_ms"] is None else f"{predicted['tpot_ms']:.0f} ms per token, "
+    known = f"by stage in ms: {stages}; " if stages else ""
+    left_out = f"not in it: {', '.join(predicted['missing'])}; " if predicted["missing"] else ""
+    return f"batch {predicted['batch']}: {time}{known}{left_out}{format_bytes(predicted['peak_bytes'])} at the peak"

@@ -203,9 +203,15 @@ SHARED_OPTIONS = (
         parse=_choice("auto", "dummy"), help="dummy: random weights from the config alone, to measure speed."),
 )  # fmt: skip
 
+# Names that config.yaml may hold for all commands at once: the options above, and NoLive.
+SHARED_NAMES = frozenset({option.name for option in SHARED_OPTIONS} | {"no_live"})
 GROUPS = tuple(dict.fromkeys(option.group for option in SHARED_OPTIONS))
 
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress, notices or statistics.")]
+NoLive = Annotated[
+    bool,
+    typer.Option("--no-live", envvar=ENV_PREFIX + "NO_LIVE", show_envvar=False, help="No live panel, only progress."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 

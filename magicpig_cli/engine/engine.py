@@ -29,7 +29,9 @@ __all__ = ["Engine", "Request"]
 class Engine:
     """A loaded model with its plan, text codec and runner. Sequences belong to the callers."""
 
-    def __init__(self, settings: Settings, loaded: loader.Loaded, device: torch.device, load_s: float = 0.0) -> None:
+    def __init__(
+        self, settings: Settings, loaded: loader.Loaded, device: torch.device, planned: Plan, load_s: float = 0.0
+    ) -> None:
         self.settings = settings
         self.tokenizer = loaded.tokenizer
         self.generation_config = loaded.generation_config
@@ -37,8 +39,8 @@ class Engine:
         self.params = loaded.params
         self.load_s = load_s
         self.isa = kernels.isa.current()
-        self.shape: ModelShape = shape_from_config(loaded.config)
-        self.plan: Plan = plan_here(self.shape, settings)
+        self.plan = planned
+        self.shape: ModelShape = planned.shape
         self.codec = ChatCodec(
             loaded.tokenizer, loaded.config, loaded.generation_config, settings.model.chat_template
         )  # fmt: skip
@@ -51,9 +53,15 @@ class Engine:
         torch.set_num_threads(self.threads)
 
     @classmethod
-    def load(cls, settings: Settings, on_progress: Callable[[LoadProgress], None] | None = None) -> Engine:
+    def load(
+        cls,
+        settings: Settings,
+        on_progress: Callable[[LoadProgress], None] | None = None,
+        planned: Plan | None = None,
+    ) -> Engine:
         """Load what `settings` name. Refuses before weights are read what cannot work or fit.
 
+        planned: what `plan_here` has given for these settings, where somebody has asked already.
         A machine whose speeds are not known yet is measured first if on_progress can be told (stage MEASURING).
         Raises ModelError, ContextError, MemoryBudgetError or UsageError.
         """
@@ -62,9 +70,9 @@ class Engine:
         config = loader.load_config(settings.model)
         loader.check_supported(config, settings.model.model)
         announce = None if on_progress is None else lambda: on_progress(LoadProgress(MEASURING))
-        plan_here(shape_from_config(config), settings, announce)
+        planned = planned or plan_here(shape_from_config(config), settings, announce)
         loaded = loader.load_model(settings.model, device, on_progress)
-        return cls(settings, loaded, device, time.perf_counter() - begin)
+        return cls(settings, loaded, device, planned, time.perf_counter() - begin)
 
     @property
     def device(self) -> str:

@@ -23,6 +23,7 @@ from magicpig_cli.config import INDEX_FROM
 from magicpig_cli.engine.builder import IndexBuilder
 from magicpig_cli.events import STAGES, StepStats
 from magicpig_cli.kernels import window_type
+from magicpig_cli.kernels.memory import give_back_freed
 from magicpig_cli.model import hook
 from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.planner import Plan
@@ -86,8 +87,12 @@ class ModelRunner:
     def _indexed(self, layer: int) -> bool:
         return layer not in self.plan.dense_layers and self._specs[layer].window is None
 
-    def prefill(self, sequence: Sequence, ids: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    def prefill(
+        self, sequence: Sequence, ids: list[int], mode: str | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
         """Process ids after what the sequence holds, exactly, in chunks; the index is complete at the end.
+
+        `mode` overrules the plan's (bench): for exact there is no index.
 
         Yields after each chunk (tokens of `ids` done, logits [V] of the last of them). If it is closed or fails
         half-way, the sequence holds whole chunks.
@@ -100,7 +105,7 @@ class ModelRunner:
                 if (
                     last
                     and self.builds_beside_forward
-                    and self._samples_at(sequence.length + len(chunk), self.plan.mode)
+                    and self._samples_at(sequence.length + len(chunk), mode or self.plan.mode)
                 ):
                     with IndexBuilder(self._build_layer) as builder:
                         logits = self._chunk(sequence, chunk, builder.add)
@@ -109,7 +114,8 @@ class ModelRunner:
                 sequence.commit(chunk)
                 done += len(chunk)
                 if last:
-                    self.build_index(sequence)
+                    self.build_index(sequence, mode)
+                give_back_freed()
                 yield done, logits[0].float()
         except BaseException:
             sequence.rollback()

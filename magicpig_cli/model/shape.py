@@ -51,6 +51,9 @@ class ModelShape:
     trained_context: int | None = None  # tokens before rotary scaling, where the config tells
     params: int = 0  # estimate from the config
     expert_params: int = 0  # of these, in experts of a mixture
+    intermediate: int = 0  # width of a gated MLP, or of an expert; 0 = not known
+    lookup_params: int = 0  # of `params`, an embedding that is looked up in and shares nothing with the output layer
+    experts_used: float = 1.0  # share of the experts that one token goes through
     int8_extra_bytes: int = 0  # what int8 weights but experts take beyond a byte each: scales, and what stays float32
     dtype: str = "float32"  # number type in which the checkpoint was published; float32 if the config does not tell
 
@@ -58,6 +61,16 @@ class ModelShape:
     def full_layers(self) -> tuple[int, ...]:
         """Layers without a window of their own."""
         return tuple(layer for layer, window in enumerate(self.layer_windows) if window is None)
+
+    @property
+    def inner(self) -> int:
+        """Width of the MLP; taken as 4 · hidden where the config does not tell."""
+        return self.intermediate or 4 * self.hidden
+
+    def step_params(self, batch: int) -> int:
+        """Weights that one decode step of `batch` sequences multiplies by; tokens may share experts, or not."""
+        used = min(1.0, batch * self.experts_used)
+        return self.params - self.lookup_params - round((1 - used) * self.expert_params)
 
     @property
     def verified(self) -> bool:
@@ -87,6 +100,9 @@ def shape_from_config(config: PretrainedConfig) -> ModelShape:
         trained_context=trained,
         params=_estimate_params(config),
         expert_params=_expert_params(config),
+        intermediate=_intermediate(config),
+        lookup_params=0 if getattr(config, "tie_word_embeddings", False) else config.vocab_size * hidden,
+        experts_used=min(1.0, (getattr(config, "num_experts_per_tok", None) or 1) / _experts(config)),
         int8_extra_bytes=_int8_extra_bytes(config),
         dtype=published_dtype(config),
     )
@@ -197,7 +213,7 @@ def _matrices(config: PretrainedConfig) -> list[tuple[int, int]]:
     hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    inner = _intermediate(config)
     embeddings = 1 if getattr(config, "tie_word_embeddings", False) else 2
     found = [
         (embeddings * config.vocab_size, hidden),
@@ -226,8 +242,13 @@ def _expert_params(config: PretrainedConfig) -> int:
     experts = _experts(config)
     if experts == 1:
         return 0
-    inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
-    return int(config.num_hidden_layers * 3 * config.hidden_size * (inner or 4 * config.hidden_size) * experts)
+    return int(config.num_hidden_layers * 3 * config.hidden_size * _intermediate(config) * experts)
+
+
+def _intermediate(config: PretrainedConfig) -> int:
+    """Width of the gated MLP, or of one expert; 4 · hidden where the config does not tell."""
+    names = ("moe_intermediate_size", "intermediate_size") if _experts(config) > 1 else ("intermediate_size",)
+    return next((value for name in names if (value := getattr(config, name, None))), 4 * int(config.hidden_size))
 
 
 def unsupported_reason(config: PretrainedConfig) -> str | None:

@@ -10,14 +10,19 @@ from magicpig_cli.profiles.profile import BUILT_IN, Match, Profile
 from magicpig_cli.units import format_bytes
 
 
-def choose(hardware: Hardware, on_gpu: bool, gpu_index: int = 0, model_name: str | None = None) -> tuple[Profile, str]:
+def choose(
+    hardware: Hardware, on_gpu: bool, gpu_index: int = 0, model_name: str | None = None,
+    own: tuple[Profile, ...] | None = None,
+) -> tuple[Profile, str]:  # fmt: skip
     """The profile that matches best, and why in words. Broken user profiles are passed over.
+
+    own: profiles of the user; None = those in the user's folder.
 
     A user's profile comes before a shipped one, and replaces one of the same name. Among them one that names the model
     wins, then the one that says most about the machine, then the one written last.
     """
     gpu = next((gpu for gpu in hardware.gpus if gpu.index == gpu_index), None) if on_gpu else None
-    own = user_profiles()
+    own = user_profiles() if own is None else own
     names = {profile.name for profile in own}
     for candidates in (own, tuple(profile for profile in shipped() if profile.name not in names)):
         fitting = [p for p in candidates if matches(p.match, hardware, on_gpu, gpu, model_name)]

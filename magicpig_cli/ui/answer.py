@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +12,9 @@ import numpy as np
 
 from magicpig_cli.engine.engine import Engine, Request
 from magicpig_cli.errors import MagicpigError
-from magicpig_cli.events import Failed, Finished, PrefillProgress, TokenEvent
+from magicpig_cli.events import Failed, Finished, TokenEvent
 from magicpig_cli.ui import console
+from magicpig_cli.ui.live import open_view
 from magicpig_cli.units import format_seconds
 
 TWICE_WITHIN_S = 1.0  # two Ctrl-C within this time end the program
@@ -52,36 +52,26 @@ def cancel_on_interrupt(engine: Engine, key: str, interrupts: Interrupts) -> Ite
 
 
 def stream_answer(
-    engine: Engine, request: Request, interrupts: Interrupts, *, show_text: bool, quiet: bool
+    engine: Engine, request: Request, interrupts: Interrupts, *, show_text: bool, quiet: bool, live: bool = True
 ) -> Finished:
     """Run one request. Text goes to stdout as it becomes safe to show. Raises MagicpigError if it cannot run."""
     finished: Finished | None = None
-    progress = console.Track("reading the prompt", unit="tok", quiet=quiet)
-    with cancel_on_interrupt(engine, request.key, interrupts), progress:
+    view = open_view(engine, wanted=live, quiet=quiet, what="reading the prompt", unit="tok", text_shown=show_text)
+    with cancel_on_interrupt(engine, request.key, interrupts), view:
         for event in engine.generate([request]):
-            if isinstance(event, PrefillProgress):
-                progress.update(event.done, event.total)
-            elif isinstance(event, TokenEvent):
-                progress.close()
-                if show_text:
-                    _write(event.text)
+            view.show(event)
+            if isinstance(event, TokenEvent) and show_text:
+                view.write(event.text)
             elif isinstance(event, Failed):
                 raise MagicpigError(event.message, event.hint)
             elif isinstance(event, Finished):
                 finished = event
                 if show_text:
-                    _write(event.tail)
+                    view.write(event.tail)
     assert finished is not None, "a request ends with Finished or Failed"
     if show_text and not finished.text.endswith("\n"):
-        _write("\n")
+        view.write("\n")
     return finished
-
-
-def _write(text: str) -> None:
-    """Text of the model: as it is into files and pipes, but it must not drive a terminal."""
-    if text:
-        sys.stdout.write(console.printable(text) if sys.stdout.isatty() else text)
-        sys.stdout.flush()
 
 
 def show_notices(engine: Engine, *, quiet: bool) -> None:

@@ -9,11 +9,12 @@ import io
 import os
 import re
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from magicpig_cli.errors import MagicpigError
 
@@ -48,6 +49,15 @@ def debugging() -> bool:
 def is_live() -> bool:
     """Whether progress may move. Not Rich's `is_terminal`, which FORCE_COLOR turns on inside pipes."""
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def may_reach_a_terminal(stream: TextIO) -> bool:
+    """Whether what is written there may come out on a terminal: it is one, or a pipe whose reader may print it."""
+    try:
+        kind = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):
+        return True
+    return not stat.S_ISREG(kind) and (stream.isatty() or not stat.S_ISCHR(kind))  # /dev/null is no terminal
 
 
 def _styled() -> bool:
@@ -109,14 +119,14 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right:
     plain = not terminal or bool(os.environ.get("NO_COLOR"))
     console = Console(
         file=io.StringIO(), markup=False, highlight=False, emoji=False, force_terminal=not plain,
-        color_system=None if plain else "standard", width=_terminal_columns() if terminal else _UNWRAPPED_COLUMNS,
+        color_system=None if plain else "standard", width=terminal_columns() if terminal else _UNWRAPPED_COLUMNS,
     )  # fmt: skip
     console.print(table)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     print("\n".join(line.rstrip() for line in lines))
 
 
-def _terminal_columns() -> int:
+def terminal_columns() -> int:
     return shutil.get_terminal_size().columns  # COLUMNS first
 
 

@@ -79,9 +79,9 @@ class _Chat:
     """The state of one conversation: messages, their cache, documents waiting for the next message."""
 
     def __init__(
-        self, engine: Engine, settings: Settings, documents: list[tuple[str, str]], *, quiet: bool
+        self, engine: Engine, settings: Settings, documents: list[tuple[str, str]], *, quiet: bool, live: bool
     ) -> None:  # fmt: skip
-        self.engine, self.settings, self.quiet = engine, settings, quiet
+        self.engine, self.settings, self.quiet, self.live = engine, settings, quiet, live
         self.conversation = Conversation(engine.codec, settings.system)
         self.sequence = engine.new_sequence()
         self.documents = documents
@@ -95,7 +95,9 @@ class _Chat:
             ids = self._prompt_ids()
             show_notices(self.engine, quiet=self.quiet)
             request = self.engine.request("chat", ids, self.settings.generation, self.sequence)
-            finished = stream_answer(self.engine, request, self.interrupts, show_text=True, quiet=self.quiet)
+            finished = stream_answer(
+                self.engine, request, self.interrupts, show_text=True, quiet=self.quiet, live=self.live
+            )
         except ContextError as error:
             console.error(ContextError(error.message, hint="/undo or /clear makes room; -c gives a larger context"))
             finished = None
@@ -184,9 +186,11 @@ class _Chat:
         raise _Leave
 
 
-def converse(engine: Engine, settings: Settings, documents: list[tuple[str, str]], *, quiet: bool) -> None:
+def converse(
+    engine: Engine, settings: Settings, documents: list[tuple[str, str]], *, quiet: bool, live: bool = True
+) -> None:
     """Prompt and answer until the user leaves. Ctrl-C twice within a second raises KeyboardInterrupt."""
-    chat = _Chat(engine, settings, documents, quiet=quiet)
+    chat = _Chat(engine, settings, documents, quiet=quiet, live=live)
     session: PromptSession[str] = PromptSession(
         key_bindings=_key_bindings(), multiline=True, output=create_output(_screen())
     )

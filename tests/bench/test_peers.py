@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from magicpig_cli.bench import llama_cpp
-from magicpig_cli.bench.peers import Line, PeersRequest, document, label, measure
+from magicpig_cli.bench.peers import Line, PeersRequest, document, measure
 from magicpig_cli.errors import MagicpigError
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_peers.py"
@@ -113,11 +113,6 @@ def test_contexts_that_are_not_asked_for_have_no_ratio(tools):
     ratio = document({}, ours, peers, measured, request)["ratio"]
     assert {key: ratio[key] for key in ("2k", "6k", "32k")} == {"2k": None, "6k": None, "32k": None}
     assert ratio["512"] > 0
-
-
-@pytest.mark.parametrize(("tokens", "text"), [(6144, "6k"), (32768, "32k"), (6000, "6000"), (512, "512")])
-def test_label(tokens, text):
-    assert label(tokens) == text
 
 
 def script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -13,21 +13,9 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from magicpig_cli.model.loader import _byte_tokenizer
-from tests.tiny import tiny_model
-
 STARTED = r"/help lists commands"
 PROMPT = r"\x1b\[0;1m>"  # only once it stands there does the terminal hand keys over unchanged
 STATISTICS = r"(\d[\d,]*) \+ (\d[\d,]*) tokens(?: \((\d[\d,]*) reused\))?"
-
-
-@pytest.fixture(scope="module")
-def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory as people have them: config, weights, tokenizer."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_model("llama", eos_token_id=None, max_position_embeddings=8192).save_pretrained(folder)
-    _byte_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

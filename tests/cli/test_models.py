@@ -69,6 +69,58 @@ def test_check_page(tmp_path, capsys):
     assert "keys and values" in page
 
 
+def test_the_sum_of_a_plan_is_written_out(tmp_path, capsys):
+    model = folder(tmp_path / "llama", "llama", **LLAMA_8B)
+    arguments = ["--assume-gpu", "rtx 4090", "--assume-memory", "64GiB", "-c", "96k"]
+    code, report = check(capsys, model, *arguments)
+    assert code == 0
+    memory = report["memory"]
+    assert report["batch_size"] >= 2
+    assert memory["free_bytes"] == 64 << 30
+    assert sum(part["bytes"] for part in memory["host"]) <= memory["free_bytes"]
+    rows = next(part for part in memory["host"] if part["name"] == "keys and values")
+    assert rows["formula"] == f"{report['batch_size']} sequences × 32 layers × 8 heads × 99,328 keys × 512 B"
+    assert rows["bytes"] == report["batch_size"] * 32 * 8 * 99_328 * 512
+    assert memory["gpu"]["name"] == "NVIDIA GeForce RTX 4090"
+    assert {"weights", "reserve", "activations", "windows"} <= {part["name"] for part in memory["device"]}
+    assert [entry["batch"] for entry in report["predicted"]] == [1, report["batch_size"]]
+    assert all(entry["tpot_ms"] is None and entry["missing"] for entry in report["predicted"])
+    assert any(line.startswith("profile rtx4090: ") for line in report["plan"])
+
+    assert app.run(["models", "check", model, *arguments]) == 0
+    page = capsys.readouterr().out
+    assert "keys and values = " in page
+    assert " × 32 layers × 8 heads × 99,328 keys × 512 B" in page
+    assert "of 64.0 GiB free" in page
+    for line in report["plan"]:
+        assert line in page
+
+
+def test_an_assumed_machine_refuses_too(tmp_path, capsys):
+    model = folder(tmp_path / "llama", "llama", **LLAMA_8B)
+    code, report = check(capsys, model, "--assume-gpu", "RTX 3060", "--assume-memory", "64GiB")
+    assert code == 1
+    assert "NVIDIA GeForce RTX 3060 has no room: 15.0 GiB weights" in report["problem"]
+    assert "--device cpu" in report["hint"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--assume-gpu", "RTX 9999"], "'RTX 9999'"),
+        (["--assume-memory", "much"], "'much'"),
+        (["--assume-memory", "0"], "0 B"),
+    ],
+)
+def test_machines_that_nobody_knows(tmp_path, capsys, arguments, words):
+    model = folder(tmp_path / "llama", "llama", **LLAMA_8B)
+    assert app.run(["models", "check", model, *arguments]) == 2
+    told = capsys.readouterr()
+    assert words in told.err
+    assert "hint: " in told.err
+    assert not told.out
+
+
 def test_check_of_an_unsupported_model(tmp_path, capsys):
     code, report = check(capsys, folder(tmp_path / "t5", "t5"))
     assert (code, report["supported"]) == (1, False)

@@ -10,7 +10,8 @@ from magicpig_cli import hardware
 from magicpig_cli.config import ModelOptions, Settings
 from magicpig_cli.errors import MemoryBudgetError
 from magicpig_cli.model.shape import ModelShape
-from magicpig_cli.planner import RUNTIME_BYTES, plan
+from magicpig_cli.planner import plan
+from magicpig_cli.profiles import BUILT_IN
 
 GIB = 1 << 30
 SMOL = ModelShape(
@@ -201,7 +202,7 @@ def test_the_plan_follows_the_cgroup(tmp_path, groups, self_cgroup):
     assert (free.threads, held.threads) == (8, 3)
     assert free.batch_size == free.max_batch
     own = 200 * hardware.os.sysconf("SC_PAGE_SIZE")  # of this process, which may be used again
-    assert held.budget_bytes == 5 * GIB + own - max(held.weights_bytes + RUNTIME_BYTES, own)
+    assert held.budget_bytes == 5 * GIB + own - max(held.weights_bytes + BUILT_IN.host_reserve, own)
     assert held.batch_size == held.budget_bytes // held.sequence_bytes(held.context) < free.batch_size
 
 

@@ -1,0 +1,85 @@
+"""GPUs that one can plan for without having them: `magicpig models check --assume-gpu "RTX 4090"`.
+
+Memory as drivers report it for these cards (less than the number on the box where error correction takes a share), and
+the PCIe link that the card has. What a profile recommends for them is found by name and memory as for a real one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import replace
+
+from magicpig_cli.errors import UsageError
+from magicpig_cli.gpus import Gpu
+from magicpig_cli.hardware import Hardware
+from magicpig_cli.units import format_bytes
+
+_MIB = 1 << 20
+# name → (MiB, PCIe generation, lanes)
+_CARDS = {
+    "NVIDIA GeForce RTX 3060": (12_288, 4, 16),
+    "NVIDIA GeForce RTX 3080": (10_240, 4, 16),
+    "NVIDIA GeForce RTX 3090": (24_576, 4, 16),
+    "NVIDIA GeForce RTX 4060 Ti": (16_380, 4, 8),
+    "NVIDIA GeForce RTX 4070": (12_282, 4, 16),
+    "NVIDIA GeForce RTX 4080": (16_376, 4, 16),
+    "NVIDIA GeForce RTX 4090": (24_564, 4, 16),
+    "NVIDIA GeForce RTX 5090": (32_607, 5, 16),
+    "NVIDIA RTX A6000": (49_140, 4, 16),
+    "NVIDIA A10": (23_028, 4, 16),
+    "NVIDIA L4": (23_034, 4, 16),
+    "NVIDIA L20": (46_068, 4, 16),
+    "NVIDIA L40S": (46_068, 4, 16),
+    "NVIDIA A100-PCIE-40GB": (40_960, 4, 16),
+    "NVIDIA A100-SXM4-80GB": (81_920, 4, 16),
+    "NVIDIA H100 80GB HBM3": (81_559, 5, 16),
+    "NVIDIA H200": (143_771, 5, 16),
+}
+
+
+def names() -> tuple[str, ...]:
+    """All cards that are known."""
+    return tuple(_CARDS)
+
+
+def card(text: str) -> Gpu:
+    """The card whose name contains the words of `text`, or a nameless one for an amount of memory like `24GiB`.
+
+    The shortest name wins: "4060" finds the only one, "L4" not the L40S. All of its memory counts as free; what CUDA
+    takes of it is in the reserve of the profiles. Raises UsageError.
+    """
+    wanted = _words(text)
+    found = [name for name in _CARDS if wanted and _contains(_words(name), wanted)]
+    if not found:
+        close = difflib.get_close_matches(text.lower(), [name.lower() for name in _CARDS], n=1, cutoff=0.4)
+        meant = next((name for name in _CARDS if close and name.lower() == close[0]), "NVIDIA GeForce RTX 4090")
+        raise UsageError(
+            f"no card is known by the name {text!r}",
+            hint=f'--assume-gpu "{meant}"; known are {", ".join(name.removeprefix("NVIDIA ") for name in _CARDS)}',
+        )
+    name = min(found, key=len)
+    size, generation, lanes = _CARDS[name]
+    return Gpu(0, name, size * _MIB, size * _MIB, generation, lanes)
+
+
+def assumed(machine: Hardware, gpu: str | None, memory: int | None) -> Hardware:
+    """This machine with another GPU, and with `memory` bytes of host memory free. Raises UsageError."""
+    if gpu is not None:
+        machine = replace(machine, gpus=(card(gpu),))
+    if memory is None:
+        return machine
+    if memory < 1:
+        raise UsageError(f"a machine with {format_bytes(memory)} of memory", hint="write it like --assume-memory 64GiB")
+    return replace(
+        machine, memory_total=max(memory, machine.memory_total), memory_free=memory, memory_limit=None, process_bytes=0
+    )
+
+
+def _words(text: str) -> list[str]:
+    """`RTX 4090` and `rtx4090` → rtx, 4090."""
+    return re.findall(r"[a-z]+(?=\d{4})|[a-z0-9]+", text.lower())
+
+
+def _contains(words: list[str], part: list[str]) -> bool:
+    return any(words[i : i + len(part)] == part for i in range(len(words) - len(part) + 1))

@@ -1,0 +1,96 @@
+"""Values that cannot be meant, refused before anything is chosen."""
+
+from __future__ import annotations
+
+from magicpig_cli.config import (
+    DEFAULT_K,
+    DEFAULT_L,
+    DEFAULT_LOCAL,
+    DEFAULT_SINK,
+    MAX_K,
+    MAX_L,
+    MAX_SEED,
+    AttentionOptions,
+    Settings,
+)
+from magicpig_cli.errors import ContextError, UsageError
+from magicpig_cli.model.shape import ModelShape
+from magicpig_cli.planner.plan import Plan
+from magicpig_cli.units import MAX_SIZE
+
+
+def check_request(shape: ModelShape, settings: Settings, *, on_gpu: bool) -> None:
+    """Raise UsageError for values outside their range, ContextError for a context longer than the model's."""
+    attention, model = settings.attention, settings.model
+    _check_choice("--attention", attention.mode, ("auto", "lsh", "exact"))
+    _check_choice("--kv-dtype", attention.kv_dtype, ("auto", "float32", "bfloat16", "int8"))
+    _check_choice("--quantize", model.quantize, ("none", "int8"))
+    _check_tables(attention)
+    _check_layers(attention, shape)
+    if attention.sink is not None and attention.sink < 0:
+        raise UsageError(f"--sink {attention.sink} is less than 0", hint=f"the default is --sink {DEFAULT_SINK}")
+    if attention.local is not None and attention.local < 1:
+        raise UsageError(f"--local {attention.local} is less than 1", hint=f"the default is --local {DEFAULT_LOCAL}")
+    if settings.threads is not None and settings.threads < 1:
+        raise UsageError(
+            f"--threads {settings.threads} is less than 1", hint="leave it out to use what this machine gives"
+        )
+    if on_gpu and model.quantize == "int8":
+        raise UsageError(
+            "--quantize int8 stores linear layers for a CPU; on a GPU it cannot be used yet",
+            hint="leave it out, or use --device cpu",
+        )
+    _check_context(shape, settings)
+
+
+def _check_choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(
+            f"{option} {value} is unknown", hint=f"use {', '.join(allowed[:-1])} or {allowed[-1]}"
+        )  # fmt: skip
+
+
+def _check_tables(attention: AttentionOptions) -> None:
+    if attention.K is not None and not 1 <= attention.K <= MAX_K:
+        raise UsageError(f"-K {attention.K} is not between 1 and {MAX_K}", hint=f"the default is -K {DEFAULT_K}")
+    if attention.L is not None and not 2 <= attention.L <= MAX_L:
+        why = "a key is sampled if two tables agree" if attention.L < 2 else "sampling weights are exact up to there"
+        raise UsageError(
+            f"-L {attention.L} is not between 2 and {MAX_L:,}: {why}", hint=f"the default is -L {DEFAULT_L}"
+        )
+    if not 0 <= attention.hash_seed <= MAX_SEED:
+        raise UsageError(f"--hash-seed {attention.hash_seed} is not between 0 and {MAX_SEED}", hint="--hash-seed 0")
+
+
+def _check_layers(attention: AttentionOptions, shape: ModelShape) -> None:
+    if missing := [layer for layer in attention.dense_layers or () if not 0 <= layer < shape.layers]:
+        raise UsageError(
+            f"--dense-layers names layer {', '.join(map(str, missing))}; this model has layers 0 to {shape.layers - 1}",
+            hint="--dense-layers auto",
+        )
+
+
+def _check_context(shape: ModelShape, settings: Settings) -> None:
+    asked = settings.context
+    if asked is None:
+        return
+    if asked < 1:
+        raise UsageError(f"a context of {asked:,} tokens holds nothing", hint="write it like -c 96k, 98304 or auto")
+    if asked > MAX_SIZE:
+        raise UsageError(f"a context of more than {MAX_SIZE:,} tokens", hint="write it like -c 96k, 98304 or auto")
+    if asked > shape.context and not settings.allow_extrapolation:
+        raise ContextError(
+            f"a context of {asked:,} tokens was asked for, but this model was made for {shape.context:,}",
+            hint=f"-c {shape.context}, or --allow-extrapolation to go beyond what it was trained for",
+        )
+
+
+def check_window(draft: Plan) -> None:
+    """Refuse a window longer than the context, of which nothing would ever leave. The default one is always fine."""
+    window = draft.sink + draft.local + draft.flush
+    if window > max(draft.context, DEFAULT_SINK + DEFAULT_LOCAL + draft.flush):
+        raise UsageError(
+            f"--sink {draft.sink} and --local {draft.local} with {draft.flush} rows between are a window of "
+            f"{window:,} tokens, longer than the context of {draft.context:,}",
+            hint=f"the defaults are --sink {DEFAULT_SINK} --local {DEFAULT_LOCAL}",
+        )

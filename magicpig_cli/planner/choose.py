@@ -1,0 +1,250 @@
+"""Every choice that nobody has made: from facts, wishes and a profile to a Plan that fits, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+
+from magicpig_cli.attention.estimator import inclusion_probability
+from magicpig_cli.config import AttentionOptions, Settings
+from magicpig_cli.errors import MemoryBudgetError
+from magicpig_cli.hardware import Gpu, Hardware
+from magicpig_cli.kernels import RowType
+from magicpig_cli.model.shape import ModelShape, read_dtype
+from magicpig_cli.planner import memory, reasons
+from magicpig_cli.planner.checks import check_request, check_window
+from magicpig_cli.planner.plan import Mode, Plan, WeightType
+from magicpig_cli.planner.times import WEIGHT_BYTES
+from magicpig_cli.planner.ways_out import ways_out
+from magicpig_cli.profiles import BUILT_IN, Profile, TableSize
+from magicpig_cli.units import format_bytes
+
+MAX_BATCH = 8  # sequences decoded together: beyond it a CPU's matrix products gain nothing (EVIDENCE.md section 3)
+MAX_BATCH_GPU = 32
+SHORTEST_CHUNK = 128  # to which chunks are cut where a GPU has no room for longer ones
+# Taken after a profile's own, where no larger tables fit: the paper's other two. They sample more keys (7 and 8% where
+# (10, 150) samples 4.5%), so they cost time, not accuracy: EVIDENCE.md section 2.
+SMALLER_TABLES = (TableSize(9, 120), TableSize(8, 75))
+
+# Angles between queries and centred keys, θ/π: a normal distribution that gives the four sampled ratios of EVIDENCE.md
+# section 1 within 3% (demo model at 8k: 8.1, 7.0, 4.5 and 5.4% for (8, 75), (9, 120), (10, 150) and (11, 300)).
+ANGLE_MEAN, ANGLE_SPREAD = 0.5075, 0.065
+_NODES = 41
+
+
+def plan(hardware: Hardware, shape: ModelShape, settings: Settings, profile: Profile = BUILT_IN, why: str = "") -> Plan:
+    """Choose everything that `settings` leave open, as `profile` (picked because of `why`) recommends.
+
+    Raises UsageError (values that cannot be meant), ContextError (longer than the model's context), and
+    MemoryBudgetError (weights, or one sequence of the context that was asked for, do not fit: the sum, and what would).
+    Called before and after loading on a CPU it gives the same budget: what the process already holds counts as its own.
+    """
+    try:
+        return _choose(hardware, shape, settings, profile, why)
+    except MemoryBudgetError as refusal:
+
+        def fits(machine: Hardware, changed: Settings, smaller: ModelShape) -> Plan:
+            return _choose(machine, smaller, changed, profile, why)
+
+        hint = ways_out(fits, hardware, shape, settings)
+        raise MemoryBudgetError(refusal.message, hint=hint) from None
+
+
+def expected_ratio(K: int, L: int) -> float:
+    """Share of the offloaded keys that tables of (K, L) are expected to sample on real text."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES)
+    angles = np.clip(ANGLE_MEAN + ANGLE_SPREAD * nodes, 0.0, 1.0)
+    return float(weights @ inclusion_probability(np.cos(np.pi * angles), K, L) / weights.sum())
+
+
+def _choose(hardware: Hardware, shape: ModelShape, settings: Settings, profile: Profile, why: str) -> Plan:
+    gpu = _gpu(hardware, settings.model.device)
+    on_gpu = gpu is not None or settings.model.device.startswith("cuda")
+    check_request(shape, settings, on_gpu=on_gpu)
+    wanted = settings.context or shape.context
+    draft = _draft(hardware, shape, settings, profile, gpu, on_gpu=on_gpu, wanted=wanted)
+    check_window(draft)
+    draft = _within_device(draft)
+    draft = replace(draft, budget_bytes=_host_budget(hardware, draft))
+    choice = _tables_that_fit(draft, settings, profile)
+    chosen = choice.plan
+    found = reasons.of(chosen, hardware, settings, profile, why, wanted=wanted, too_large=choice.too_large)
+    return replace(chosen, reasons=found)
+
+
+def _gpu(hardware: Hardware, device: str) -> Gpu | None:
+    """The GPU that a device option means, if this machine has it."""
+    kind, _, number = device.partition(":")
+    if kind == "cpu":
+        return None
+    return next((gpu for gpu in hardware.gpus if gpu.index == int(number or 0)), None)
+
+
+def _draft(
+    hardware: Hardware, shape: ModelShape, settings: Settings, profile: Profile, gpu: Gpu | None, *, on_gpu: bool,
+    wanted: int,
+) -> Plan:  # fmt: skip
+    """What does not depend on memory. Tables are those for the context that is wanted."""
+    attention, model = settings.attention, settings.model
+    form = _weight_type(shape, settings, on_gpu=on_gpu)
+    size = _recommended(profile, attention, wanted)
+    most = hardware.threads if profile.threads is None else min(hardware.threads, profile.threads)
+    return Plan(
+        shape=shape,
+        mode=cast(Mode, attention.mode),
+        K=size.K,
+        L=size.L,
+        sampled_ratio=_ratio(size),
+        sink=profile.sink if attention.sink is None else attention.sink,
+        local=profile.local if attention.local is None else attention.local,
+        dense_layers=_dense_layers(attention, shape, profile),
+        threads=settings.threads or most,
+        context=wanted,
+        row_dtype="bfloat16" if attention.kv_dtype == "auto" else cast(RowType, attention.kv_dtype),
+        weight_type=form,
+        weights_bytes=0 if on_gpu else _weights_bytes(shape, form),
+        budget_bytes=0,
+        max_batch=profile.max_batch or (MAX_BATCH_GPU if on_gpu else MAX_BATCH),
+        windows_on_host=not on_gpu,
+        chunk=profile.chunk,
+        auto_lsh_from=profile.auto_lsh_from,
+        host_reserve=profile.host_reserve,
+        gpu=gpu,
+        device_weights_bytes=shape.params * WEIGHT_BYTES[read_dtype(model.dtype, shape.dtype, on_gpu=True)]
+        if on_gpu
+        else 0,
+        device_reserve=profile.device_reserve if on_gpu else 0,
+        speeds=hardware.speeds,
+        profile=profile.name,
+    )
+
+
+def _dense_layers(attention: AttentionOptions, shape: ModelShape, profile: Profile) -> tuple[int, ...]:
+    """What was asked for, else those of the profile that this model has."""
+    if attention.dense_layers is not None:
+        return tuple(sorted(set(attention.dense_layers)))
+    return tuple(layer for layer in profile.dense_layers if layer < shape.layers)
+
+
+def _weight_type(shape: ModelShape, settings: Settings, *, on_gpu: bool) -> WeightType:
+    """In which form linear layers hold their weights."""
+    if settings.model.quantize == "int8":
+        return "int8"
+    return cast(WeightType, read_dtype(settings.model.dtype, shape.dtype, on_gpu=on_gpu))
+
+
+def _weights_bytes(shape: ModelShape, form: WeightType) -> int:
+    """Host bytes of the weights; experts of a mixture are no linear layers of their own and stay float32."""
+    extra = shape.int8_extra_bytes if form == "int8" else 0
+    experts = shape.expert_params * WEIGHT_BYTES["float32"]
+    return (shape.params - shape.expert_params) * WEIGHT_BYTES[form] + experts + extra
+
+
+# --- tables and context --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A plan that fits, and what was recommended instead of its tables but does not."""
+
+    plan: Plan
+    too_large: Plan | None
+
+
+def _recommended(profile: Profile, attention: AttentionOptions, tokens: int) -> TableSize:
+    """What was asked for, completed by the profile's tables for a sequence of `tokens`."""
+    size = profile.table_size(tokens)
+    if attention.K is None and attention.L is None:
+        return size
+    K, L = attention.K or size.K, attention.L or size.L
+    known = (table for table in profile.tables if (table.K, table.L) == (K, L))
+    return next(known, TableSize(K, L))
+
+
+def _ratio(size: TableSize) -> float:
+    return expected_ratio(size.K, size.L) if size.sampled_ratio is None else size.sampled_ratio
+
+
+def _with_tables(draft: Plan, size: TableSize) -> Plan:
+    return replace(draft, K=size.K, L=size.L, sampled_ratio=_ratio(size))
+
+
+def _cheaper(draft: Plan, profile: Profile) -> Iterator[Plan]:
+    """The draft with smaller tables, the largest of them first: the profile's own, then the paper's."""
+    for sizes in (profile.tables, SMALLER_TABLES):
+        plans = [_with_tables(draft, size) for size in sizes]
+        plans.sort(key=lambda plan: plan.sequence_bytes(plan.context), reverse=True)
+        for smaller in plans:
+            if smaller.sequence_bytes(smaller.context) < draft.sequence_bytes(draft.context):
+                yield smaller
+                draft = smaller
+
+
+def _tables_that_fit(draft: Plan, settings: Settings, profile: Profile) -> _Choice:
+    """The recommended tables if the context fits with them, else the largest smaller ones with which it does.
+
+    A context that nobody asked for shrinks to the longest that fits with any. Raises MemoryBudgetError.
+    """
+    candidates = [draft]
+    if draft.sampled_layers and settings.attention.K is None and settings.attention.L is None:
+        candidates += _cheaper(draft, profile)
+    for candidate in candidates:
+        if candidate.sequence_bytes(candidate.context) <= candidate.budget_bytes:
+            return _Choice(candidate, None if candidate is draft else draft)
+    if settings.context is not None:
+        raise MemoryBudgetError(_refusal(candidates[-1], draft.context, smallest=len(candidates) > 1))
+    best = max(candidates, key=lambda plan: plan.longest_that_fits(plan.context))
+    context = best.longest_that_fits(draft.context)
+    if context == 0:
+        raise MemoryBudgetError(_refusal(best, 1, smallest=False))
+    best = replace(best, context=context)
+    recommended = _with_tables(best, _recommended(profile, settings.attention, context))
+    if recommended.sequence_bytes(context) <= recommended.budget_bytes:
+        return _Choice(recommended, None)
+    return _Choice(best, draft)
+
+
+def _refusal(draft: Plan, tokens: int, *, smallest: bool) -> str:
+    """`one sequence of 131,072 tokens does not fit: 15.0 GiB weights + … = 40.1 GiB, but 32.0 GiB are free`."""
+    parts = memory.reserved_host(draft, tokens)
+    free = draft.budget_bytes + draft.weights_bytes + draft.host_reserve
+    what = f"one sequence of {tokens:,} tokens" if tokens > 1 else "one token with its window"
+    if smallest:
+        what += f", with the smallest tables (K={draft.K} L={draft.L}),"
+    return f"{what} does not fit: {memory.written_out(parts)}, but {format_bytes(free)} of memory are free"
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+def _host_budget(hardware: Hardware, draft: Plan) -> int:
+    """Free memory after weights and program. What the process already holds is part of these two."""
+    mine = hardware.process_bytes
+    left = hardware.memory_free + mine - max(draft.weights_bytes + draft.host_reserve, mine)
+    if left <= 0:
+        parts = [part for part in memory.reserved_host(draft, draft.context) if part.name in ("weights", "program")]
+        free = format_bytes(hardware.memory_free + mine)
+        raise MemoryBudgetError(
+            f"there is no room for sequences: {memory.written_out(parts)}, but {free} of memory are free"
+        )
+    return left
+
+
+def _within_device(draft: Plan) -> Plan:
+    """Chunks and batches that the GPU has room for. Raises MemoryBudgetError."""
+    gpu = draft.gpu
+    if gpu is None:
+        return draft
+    while memory.total(memory.device(draft, 1)) > gpu.free_bytes and draft.chunk > SHORTEST_CHUNK:
+        draft = replace(draft, chunk=max(SHORTEST_CHUNK, draft.chunk // 2))
+    one, two = (memory.total(memory.device(draft, batch)) for batch in (1, 2))
+    left = gpu.free_bytes - one
+    if left < 0:
+        raise MemoryBudgetError(
+            f"{gpu.name} has no room: {memory.written_out(memory.device(draft, 1))}, but "
+            f"{format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} are free"
+        )
+    return replace(draft, max_batch=min(draft.max_batch, 1 + left // (two - one)))

@@ -1,0 +1,207 @@
+"""Memory written out: what takes how many bytes, and by which formula. Sums of parts are what a plan promises.
+
+`reserved` is what is kept free for sequences however they grow, turn by turn and token by token: refusals and batch
+sizes go by it. `expected` is what a process will hold at its peak when prompts are read at once and answers of a stated
+length follow. On a GPU both are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from magicpig_cli.config import BLOCK_KEYS, FLASH_KEYS, HASH_ROWS, JOINED_ROWS, TAIL_ROOM, TAIL_ROWS
+from magicpig_cli.kernels import MAX_SEGMENT_ROWS, row_bytes, window_type
+from magicpig_cli.planner.plan import Plan, most_segments
+from magicpig_cli.units import format_bytes
+
+# Resident memory of Python, torch for CPUs, transformers, kernels and a tokenizer, libraries included: 409 MiB after
+# loading the demo model, whose weights are then only mapped, and 37 more (threads, products' workspaces) in a prefill.
+PROGRAM_BYTES = 446 << 20
+CAST_BYTES = 16 << 20  # buffer in which stored weights become float32 while a prompt is read (model/linear.py)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One addend."""
+
+    name: str
+    bytes: int
+    formula: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {format_bytes(self.bytes)} = {self.formula}"
+
+
+def total(parts: Iterable[Part]) -> int:
+    """Bytes of all parts."""
+    return sum(part.bytes for part in parts)
+
+
+def written_out(parts: Iterable[Part]) -> str:
+    """`15.0 GiB weights + 1.0 GiB program = 16.0 GiB`."""
+    found = [part for part in parts if part.bytes]
+    terms = " + ".join(f"{format_bytes(part.bytes)} {part.name}" for part in found)
+    return f"{terms} = {format_bytes(total(found))}" if len(found) > 1 else terms
+
+
+def reserved_host(plan: Plan, tokens: int, batch: int = 1) -> tuple[Part, ...]:
+    """What `batch` sequences of `tokens` and the program may come to hold in host memory."""
+    shared = (
+        _weights(plan, plan.weights_bytes),
+        Part("program", plan.host_reserve, f"reserve of profile {plan.profile}"),
+    )
+    return _some((*shared, *sequence_parts(plan, tokens, batch)))
+
+
+def sequence_parts(plan: Plan, tokens: int, batch: int = 1) -> tuple[Part, ...]:
+    """What `batch` sequences of `tokens` take in host memory, however they grew: `Plan.sequence_bytes` of each."""
+    index = plan.index_bytes(tokens), _index_formula(plan, tokens, batch, most_segments(plan.indexed_keys(tokens)))
+    growth = plan.growth_bytes(tokens)
+    return (
+        _rows(plan, tokens, batch),
+        _windows(plan, batch, plan.window_bytes()),
+        Part("index", batch * index[0], index[1]),
+        Part("growth", batch * growth, _growth_formula(plan, tokens, batch)),
+    )
+
+
+def expected_host(plan: Plan, tokens: int, batch: int, generated: int) -> tuple[Part, ...]:
+    """What a process holds at its peak with `batch` sequences of `tokens`, the last `generated` of them answers."""
+    on_host = plan.gpu is None
+    program = PROGRAM_BYTES if on_host else plan.host_reserve
+    why = "Python, torch and libraries, measured" if on_host else f"reserve of profile {plan.profile}"
+    parts = (
+        _weights(plan, plan.weights_bytes),
+        Part("program", program, why),
+        _activations(plan, batch) if on_host else Part("activations", 0, "on the GPU"),
+        _directions(plan, copies=2),
+        _rows(plan, tokens, batch),
+        _windows(plan, batch, plan.window_bytes()),
+        _index_read_at_once(plan, tokens, batch),
+        _expected_growth(plan, tokens, batch, generated),
+    )
+    return _some(parts)
+
+
+def device(plan: Plan, batch: int) -> tuple[Part, ...]:
+    """What `batch` sequences take on the GPU, whatever their lengths: the long middle of a context is not there."""
+    if plan.gpu is None:
+        return ()
+    parts = (
+        _weights(plan, plan.device_weights_bytes),
+        Part("reserve", plan.device_reserve, f"CUDA context and workspaces, profile {plan.profile}"),
+        _activations(plan, batch),
+        _hashing(plan),
+        _directions(plan, copies=1),
+        _windows(plan, batch, plan.device_window_bytes()),
+    )
+    return _some(parts)
+
+
+def _some(parts: Iterable[Part]) -> tuple[Part, ...]:
+    return tuple(part for part in parts if part.bytes)
+
+
+def _weights(plan: Plan, size: int) -> Part:
+    return Part("weights", size, f"{plan.shape.params:,} values as {plan.weight_type}")
+
+
+def _rows(plan: Plan, tokens: int, batch: int) -> Part:
+    shape, per_row = plan.shape, row_bytes(plan.shape.head_dim, plan.row_dtype)
+    size = plan.kv_bytes(tokens)
+    rows = size // (shape.layers * shape.kv_heads * per_row)
+    formula = f"{_times(batch)}{shape.layers} layers × {shape.kv_heads} heads × {rows:,} keys × {per_row} B"
+    return Part("keys and values", batch * size, formula)
+
+
+def _windows(plan: Plan, batch: int, size: int) -> Part:
+    shape, per_row = plan.shape, row_bytes(plan.shape.head_dim, window_type(plan.row_dtype))
+    formula = f"{_times(batch)}{shape.layers} layers × {shape.kv_heads} heads × {plan.window_rows} keys × {per_row} B"
+    return Part("windows", batch * size, formula)
+
+
+def _times(batch: int) -> str:
+    return f"{batch} sequences × " if batch > 1 else ""
+
+
+def _index_formula(plan: Plan, tokens: int, batch: int, segments: int) -> str:
+    if not plan.indexed_keys(tokens):
+        return "no index"
+    keys = plan.indexed_keys(tokens) if segments else 0
+    layers, heads = len(plan.sampled_layers), plan.shape.kv_heads
+    inner = f"{keys:,} ids + {segments} segments × {(1 << plan.K) + 1:,} offsets + {TAIL_ROOM:,} codes"
+    return f"{_times(batch)}{layers} layers × {heads} heads × {plan.L} tables × ({inner}) × 2 B"
+
+
+def _growth_formula(plan: Plan, tokens: int, batch: int) -> str:
+    keys = plan.indexed_keys(tokens)
+    joined, longest = min(keys, JOINED_ROWS), min(keys, MAX_SEGMENT_ROWS)
+    each = f"a segment of {joined:,} keys in the making in each of {len(plan.sampled_layers)} layers"
+    return f"{_times(batch)}({each}, one of {longest:,} in one layer)"
+
+
+def _index_read_at_once(plan: Plan, tokens: int, batch: int) -> Part:
+    keys = plan.indexed_keys(tokens)
+    segments = 0 if keys <= TAIL_ROWS else -(-keys // MAX_SEGMENT_ROWS)
+    formula = _index_formula(plan, tokens, batch, segments)
+    if not keys:
+        return Part("index", 0, formula)
+    heads, tables = plan.shape.kv_heads, plan.L
+    ids = keys if segments else 0
+    numbers = tables * heads * (ids + segments * ((1 << plan.K) + 1) + TAIL_ROOM) + TAIL_ROOM
+    return Part("index", batch * 2 * len(plan.sampled_layers) * numbers, formula)
+
+
+def _expected_growth(plan: Plan, tokens: int, batch: int, generated: int) -> Part:
+    """Codes of one head while the index is built, and segments that answers of that length make beside what is there.
+
+    A segment in the making begins with a full tail, all of it generated, and takes in segments that are at most twice
+    what follows them: three times the answer at most.
+    """
+    keys = plan.indexed_keys(tokens)
+    if not keys or not plan.sampled_layers:
+        return Part("growth", 0, "no index")
+    longest = min(keys, MAX_SEGMENT_ROWS)
+    codes = 2 * plan.L * longest if keys > TAIL_ROWS else 0
+    joined = min(keys, JOINED_ROWS, 3 * generated) if generated >= TAIL_ROWS else 0
+    joining = batch * len(plan.sampled_layers) * plan.segment_bytes(joined) if joined else 0
+    words = f"codes of one head: {plan.L} tables × {longest:,} keys × 2 B"
+    if joined:
+        words += f"; {_times(batch)}a segment of {joined:,} keys in the making in {len(plan.sampled_layers)} layers"
+    return Part("growth", codes + joining, words)
+
+
+def _activations(plan: Plan, batch: int) -> Part:
+    """What a prompt chunk, and the logits of a step, hold beside weights: one layer's worth at a time.
+
+    Per token the residual stream twice, queries, keys and values before and after rotary embedding, the output of
+    attention three times in float32, and three arrays as wide as the MLP; per chunk a block of scores or history.
+    """
+    shape, on_host = plan.shape, plan.gpu is None
+    value = 4 if on_host or plan.weight_type == "float32" else 2
+    qkv, out = (shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.heads * shape.head_dim
+    per_token = (2 * shape.hidden + 2 * qkv + 3 * shape.inner) * value + 3 * out * 4
+    if on_host:
+        block = FLASH_KEYS * shape.kv_heads * 2 * shape.head_dim * 4
+        block += CAST_BYTES if plan.weight_type != "float32" else 0
+    else:
+        block = 2 * plan.chunk * shape.heads * BLOCK_KEYS * 4
+    logits = 2 * batch * shape.vocab * 4
+    formula = (
+        f"a chunk of {plan.chunk:,} tokens × {per_token:,} B, a block of {format_bytes(block)}, "
+        f"{batch} × {shape.vocab:,} logits"
+    )
+    return Part("activations", plan.chunk * per_token + block + logits, formula)
+
+
+def _directions(plan: Plan, copies: int) -> Part:
+    layers, dim = len(plan.sampled_layers), plan.shape.head_dim
+    size = copies * layers * dim * plan.K * plan.L * 4
+    return Part("hash directions", size, f"{copies * layers} × {dim} × {plan.K * plan.L:,} values × 4 B")
+
+
+def _hashing(plan: Plan) -> Part:
+    """Projections of the rows of one head that are hashed at a time, and what packing their signs makes of them."""
+    size = HASH_ROWS * plan.K * plan.L * (4 + 4 + 4 + 1) if plan.sampled_layers else 0
+    return Part("hashing", size, f"{HASH_ROWS:,} keys × {plan.K * plan.L:,} signs × 13 B")

@@ -1,0 +1,155 @@
+"""Why everything in a plan is as it is: one line per choice, with where it came from."""
+
+from __future__ import annotations
+
+from magicpig_cli.config import Settings
+from magicpig_cli.hardware import Hardware
+from magicpig_cli.planner import memory
+from magicpig_cli.planner.plan import Plan
+from magicpig_cli.planner.predict import predict
+from magicpig_cli.profiles import BUILT_IN, Profile
+from magicpig_cli.units import format_bytes
+
+_ROWS = {"float32": "parity mode", "bfloat16": "half the memory of float32", "int8": "a quarter of the memory, coarser"}
+
+
+def of(
+    plan: Plan, hardware: Hardware, settings: Settings, profile: Profile, why: str, *, wanted: int,
+    too_large: Plan | None,
+) -> tuple[str, ...]:  # fmt: skip
+    """One line per choice. wanted: the context before memory had a say; too_large: with recommended tables, if they
+    do not fit."""
+    origin = "default" if profile.name == BUILT_IN.name else f"profile {profile.name}"
+    asked = settings.attention
+    lines = [
+        _context(plan, settings, wanted),
+        f"profile {profile.name}" + (f": {why}" if why else ""),
+        _attention(plan, asked.mode != "auto", origin),
+    ]
+    if plan.sampled_layers:
+        lines.append(_tables(plan, settings, origin, too_large))
+        lines.append(f"sampled ratio {plan.sampled_ratio:.1%} expected: {_ratio_source(plan, profile)}")
+    if plan.mode != "exact":
+        layers = ", ".join(map(str, plan.dense_layers)) or "none"
+        lines.append(f"dense layers {layers}: {'as asked' if asked.dense_layers is not None else origin}")
+    windowed = plan.shape.layers - len(plan.shape.full_layers)
+    if windowed:
+        lines.append(f"{windowed} of {plan.shape.layers} layers attend through a sliding window: exact, no index")
+    if plan.shape.rope in ("longrope", "dynamic"):
+        lines.append(f"rotary frequencies: those of {plan.context:,} tokens at every length ({plan.shape.rope})")
+    lines += [
+        f"sink {plan.sink}: {'as asked' if asked.sink is not None else origin}",
+        f"local {plan.local}: {'as asked' if asked.local is not None else origin}",
+        _chunk(plan, profile, origin),
+        _threads(plan, hardware, settings, profile),
+        _weights(plan, settings),
+        f"rows {plan.row_dtype}: {'as asked' if asked.kv_dtype != 'auto' else 'default'}, {_ROWS[plan.row_dtype]}",
+        _batch(plan, profile),
+        _host_memory(plan),
+    ]
+    if plan.gpu is not None:
+        lines.append(_device_memory(plan))
+    lines.append(_time(plan))
+    return tuple(lines)
+
+
+def _context(plan: Plan, settings: Settings, wanted: int) -> str:
+    shape = plan.shape
+    if plan.context < wanted:
+        return f"context {plan.context:,}: what fits in memory of the model's {shape.context:,}"
+    if settings.context is None:
+        scaled = f", {shape.rope} scaling of {shape.trained_context:,}" if shape.trained_context else ""
+        return f"context {plan.context:,}: the model's own{scaled}"
+    return f"context {plan.context:,}: as asked, the model's own is {shape.context:,}"
+
+
+def _attention(plan: Plan, asked: bool, origin: str) -> str:
+    source = "as asked" if asked else "default"
+    if plan.mode == "exact":
+        return f"attention exact: {source}"
+    if not plan.sampled_layers:
+        return f"attention {plan.mode}: {source}, but no layer can be sampled, all are dense or windowed"
+    when = f" from {plan.auto_lsh_from:,} tokens on ({origin}), exact below" if plan.mode == "auto" else ""
+    return f"attention {plan.mode}: {source}, {len(plan.sampled_layers)} layers sampled by lsh{when}"
+
+
+def _tables(plan: Plan, settings: Settings, origin: str, too_large: Plan | None) -> str:
+    asked = settings.attention
+    line = f"tables K={plan.K} L={plan.L}: "
+    if too_large is not None:
+        need = format_bytes(too_large.sequence_bytes(too_large.context))
+        return line + (
+            f"{origin} has K={too_large.K} L={too_large.L}, but {too_large.context:,} tokens then need {need} of "
+            f"{format_bytes(plan.budget_bytes)}; these sample more keys and take less memory"
+        )
+    if asked.K is not None and asked.L is not None:
+        return line + "as asked"
+    if asked.K is not None or asked.L is not None:
+        return line + f"{'K' if asked.K is not None else 'L'} as asked, the other {origin}"
+    return line + f"{origin}, for sequences of {plan.context:,} tokens"
+
+
+def _ratio_source(plan: Plan, profile: Profile) -> str:
+    if any((t.K, t.L, t.sampled_ratio) == (plan.K, plan.L, plan.sampled_ratio) for t in profile.tables):
+        return f"profile {profile.name}"
+    return "angles as measured on real text (docs/decisions/007)"
+
+
+def _chunk(plan: Plan, profile: Profile, origin: str) -> str:
+    if plan.chunk == profile.chunk:
+        return f"chunk {plan.chunk}: {origin}, prompt tokens per forward"
+    return f"chunk {plan.chunk}: {origin} has {profile.chunk}, for which the GPU has no room"
+
+
+def _threads(plan: Plan, hardware: Hardware, settings: Settings, profile: Profile) -> str:
+    if settings.threads:
+        return f"threads {plan.threads}: as asked"
+    facts = f"cores {hardware.cores_physical}, usable {hardware.cores_usable}"
+    if profile.threads is not None and profile.threads < hardware.threads:
+        return f"threads {plan.threads}: profile {profile.name} has no more; {facts}"
+    return f"threads {plan.threads}: {facts}"
+
+
+def _weights(plan: Plan, settings: Settings) -> str:
+    asked = settings.model.dtype != "auto" or plan.weight_type == "int8"
+    on_gpu = "bfloat16 on GPUs" if plan.gpu is not None else f"the model was published in {plan.shape.dtype}"
+    why = "as asked" if asked else on_gpu
+    if plan.windows_on_host and plan.weight_type != "float32":
+        why += "; multiplied as such while generating, in float32 while reading a prompt"
+    return f"weights {plan.weight_type}: {why}"
+
+
+def _batch(plan: Plan, profile: Profile) -> str:
+    batch, one = plan.batch_size, plan.sequence_bytes(plan.context)
+    fit = plan.budget_bytes // max(1, one)
+    if fit <= plan.max_batch:
+        return (
+            f"batch {batch}: what fits in host memory, {format_bytes(plan.budget_bytes)} by {format_bytes(one)} for a "
+            f"sequence of {plan.context:,} tokens"
+        )
+    if profile.max_batch is not None and plan.max_batch == profile.max_batch:
+        return f"batch {batch}: profile {profile.name} decodes no more together; host memory has room for {fit:,}"
+    limit = "what fits on the GPU" if plan.gpu is not None else "more gain nothing on a CPU"
+    return f"batch {batch}: {limit}; host memory has room for {fit:,}"
+
+
+def _host_memory(plan: Plan) -> str:
+    parts = memory.sequence_parts(plan, plan.context)
+    return (
+        f"memory: {memory.written_out(parts)} per sequence of {plan.context:,} tokens, "
+        f"{format_bytes(plan.budget_bytes)} for sequences, up to {plan.batch_size} together"
+    )
+
+
+def _device_memory(plan: Plan) -> str:
+    assert plan.gpu is not None
+    parts = memory.written_out(memory.device(plan, plan.batch_size))
+    return f"GPU memory: {parts} of {format_bytes(plan.gpu.free_bytes)} free on {plan.gpu.name}"
+
+
+def _time(plan: Plan) -> str:
+    found = predict(plan, plan.context)
+    if found.ms_per_token is not None:
+        return f"speed: {found.ms_per_token:.0f} ms per token expected at {plan.context:,} tokens, one sequence"
+    known = f"{sum(found.stages_ms.values()):.0f} ms per token and " if found.stages_ms else ""
+    return f"speed: {known}{', '.join(found.missing)}"

@@ -1,0 +1,188 @@
+"""Rows that stay below the text on a terminal, while the text goes on above them.
+
+Rich's `Live` rests the cursor below its frame and must know how many rows that takes to climb back, which a terminal
+that re-wraps lines on resize changes behind its back; and it cannot stand below a line that is not finished. Here the
+cursor rests where the text ends, and the terminal itself remembers the place. Everything below the cursor is ours, so
+whatever a resize makes of it, one "erase below" removes it, and after a kill -9 the terminal is in no strange state.
+The text is written as it is: the terminal wraps it, and what it copies or re-wraps later is the real text.
+
+One thing needs to be known of the text: a terminal does not remember that a row is exactly full once the cursor has
+moved. So the character that would fill a row is held back until the next one comes (docs/decisions/009).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TextIO
+
+from rich.cells import cell_len, get_character_cell_size
+
+_BEGIN = "\x1b[?2026h\x1b[?25l"  # terminals that know 2026 show nothing until the end of it; no cursor that runs about
+_END = "\x1b[?25h\x1b[?2026l"
+_ERASE_RIGHT, _ERASE_REST = "\x1b[K", "\x1b[J"
+_SAVE, _RESTORE = "\x1b7", "\x1b8"
+_CUT, _WRAP = "\x1b[?7l", "\x1b[?7h"  # what becomes of a row that is too long
+_DOWN = "\x1bD"  # one row down in the same column; scrolls at the bottom
+# Everything after the cursor. Not at once: from the top left corner, tmux moves what is erased into its history.
+_ERASE_BELOW = f"{_DOWN}\x1b[A{_SAVE}{_ERASE_RIGHT}\x1b[B\r{_ERASE_REST}{_RESTORE}"
+_TAB = 8
+
+Frame = Callable[[int, int], list[str]]  # (columns, rows) of the terminal → rows to show, each narrower than that
+
+
+class Columns:
+    """The column where the text ends, 0-based; the terminal's width means that a row is exactly full.
+
+    After a resize it may be one of several: terminals that re-wrap lines and those that cut them differ.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self._line = 0  # cells since the line began
+        self._possible = {0}
+
+    def after(self, text: str) -> set[int]:
+        """Where the text may end once this is written."""
+        return {self._advance(column, text) for column in self._possible}
+
+    @property
+    def in_a_line(self) -> bool:
+        return self._line > 0
+
+    def write(self, text: str) -> None:
+        self._possible = self.after(text)
+        _, newline, last = text.rpartition("\n")
+        self._line = cell_len(last) + (0 if newline else self._line)
+
+    def begin_line(self) -> None:
+        """Something else has moved the cursor to the start of a line."""
+        self._line, self._possible = 0, {0}
+
+    def resize(self, width: int) -> None:
+        """The terminal has another width now."""
+        wrapped = self._line % width or (width if self._line else 0)
+        self._possible = {wrapped} | {min(column, width - 1) for column in self._possible}
+        self.width = width
+
+    def stays(self, text: str) -> bool:
+        """Whether the text surely ends in the row where it begins."""
+        room = self.width - max(self._possible)
+        return "\n" not in text and "\t" not in text and cell_len(text) < room
+
+    def fills(self, text: str) -> bool:
+        """Whether the row may be exactly full once this is written."""
+        return self.width in self.after(text)
+
+    def _advance(self, column: int, text: str) -> int:
+        for character in text:
+            if character == "\n":
+                column = 0
+            elif character == "\t":
+                column = min((column // _TAB + 1) * _TAB, self.width - 1)
+            else:
+                cells = get_character_cell_size(character)
+                column = cells if column + cells > self.width else column + cells
+        return column
+
+
+class Below:
+    """Rows below the text. `out` is the terminal's stream for everything but the text; `frame` makes the rows."""
+
+    def __init__(self, out: TextIO, frame: Frame) -> None:
+        self._out = out
+        self._frame = frame
+        self._rows: list[str] = []
+        self._size = self._terminal()
+        self._columns = Columns(self._size.columns)
+        self._held = ""
+        self.shown = False
+
+    def draw(self) -> None:
+        """Make the rows anew and show them."""
+        resized = self._follow_size()
+        self._rows = self._frame(self._size.columns, self._size.lines)
+        self._send(_BEGIN + (_ERASE_BELOW if resized else "") + self._placed() + _END)
+        self.shown = True
+
+    def write(self, text: str, into: TextIO) -> None:
+        """Text to a stream that ends on the same terminal. Control characters but newline and tab have no place in it.
+
+        Its last characters may be held back: `close` writes them.
+        """
+        text, self._held = self._held + text, ""
+        resized = self._follow_size()
+        while text and self._columns.fills(text):
+            text, self._held = text[:-1], text[-1] + self._held
+        if not text:
+            return
+        if not self.shown or (not resized and self._columns.stays(text)):
+            self._put(text, into)
+            return
+        if resized:
+            self._rows = self._frame(self._size.columns, self._size.lines)
+        self._send(_BEGIN + _ERASE_BELOW)
+        self._put(text, into)
+        self._send(self._placed() + _END)
+
+    def write_line(self, line: str, into: TextIO) -> None:
+        """A line that is not part of the text, above the rows; an unfinished line of text goes on below it."""
+        self._follow_size()
+        self._send(_BEGIN + _ERASE_BELOW + ("\n" if self._columns.in_a_line else ""))
+        self._put(line + "\n", into)
+        self._send((self._placed() if self.shown else "") + _END)
+
+    def begin_line(self) -> None:
+        """The text goes on at the start of a line: somebody else has used the terminal."""
+        self._columns.begin_line()
+
+    def erase(self) -> None:
+        """Remove the rows; the cursor stays where the text ends."""
+        if self.shown:
+            self._send(_ERASE_BELOW)
+            self.shown = False
+
+    def close(self, into: TextIO) -> None:
+        """Remove the rows and write what was held back."""
+        self.erase()
+        held, self._held = self._held, ""
+        if held:
+            self._put(held, into)
+
+    def _put(self, text: str, into: TextIO) -> None:
+        into.write(text)
+        into.flush()
+        self._columns.write(text)
+
+    def _placed(self) -> str:
+        """Make room, then each row over what stands there: nothing is blank in between.
+
+        Rows may be too long: the terminal can get narrower between the look at its size and what is written.
+        """
+        count = len(self._rows)
+        if not count:
+            return _ERASE_BELOW
+        room = _DOWN * count + f"\x1b[{count}A"
+        rows = "".join(f"\r\n{row}{_ERASE_RIGHT}" for row in self._rows)
+        return room + _SAVE + _ERASE_RIGHT + _CUT + rows + _ERASE_REST + _WRAP + _RESTORE
+
+    def _send(self, codes: str) -> None:
+        self._out.write(codes)
+        self._out.flush()
+
+    def _terminal(self) -> os.terminal_size:
+        try:
+            size = os.get_terminal_size(self._out.fileno())
+        except OSError:  # it has gone away
+            return os.terminal_size((80, 24))
+        return os.terminal_size((size.columns or 80, size.lines or 24))  # some pseudo-terminals have no size
+
+    def _follow_size(self) -> bool:
+        """Whether the terminal has changed its size since the last look."""
+        size = self._terminal()
+        if size == self._size:
+            return False
+        if size.columns != self._size.columns:
+            self._columns.resize(size.columns)
+        self._size = size
+        return True

@@ -1,0 +1,61 @@
+"""Cards that are planned for without being there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from magicpig_cli.cards import assumed, card, names
+from magicpig_cli.errors import UsageError
+from magicpig_cli.profiles import choose
+from tests.system.test_planner import DESKTOP
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("RTX 4090", "NVIDIA GeForce RTX 4090"),
+        ("rtx4090", "NVIDIA GeForce RTX 4090"),
+        ("4090", "NVIDIA GeForce RTX 4090"),
+        ("nvidia geforce rtx 3090", "NVIDIA GeForce RTX 3090"),
+        ("L4", "NVIDIA L4"),
+        ("l20", "NVIDIA L20"),
+        ("A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB"),
+        ("H200", "NVIDIA H200"),
+    ],
+)
+def test_a_card_by_name_or_part_of_it(text, name):
+    found = card(text)
+    assert found.name == name
+    assert found.free_bytes == found.total_bytes > 8 * GIB
+    assert found.pcie_lanes is not None
+
+
+@pytest.mark.parametrize("text", ["", "   ", "RTX 9999", "GTX", "409", "[/b]"])
+def test_an_unknown_card_is_answered_with_the_known_ones(text):
+    with pytest.raises(UsageError) as caught:
+        card(text)
+    assert repr(text) in caught.value.message
+    assert "RTX 4090" in caught.value.hint
+
+
+def test_every_card_has_a_profile_of_its_own_size():
+    for name in names():
+        gpu = card(name)
+        assert gpu.name == name, "no name may hide another"
+        profile, _ = choose(replace(DESKTOP, gpus=(gpu,)), True, own=())
+        assert profile.match.device == "gpu"
+        assert (profile.match.gpu_memory_min or 0) <= gpu.total_bytes < (profile.match.gpu_memory_max or 1 << 60)
+
+
+def test_an_assumed_machine_has_what_was_said_and_the_rest_of_this_one():
+    machine = assumed(DESKTOP, "L20", 64 * GIB)
+    assert machine.gpus == (card("L20"),)
+    assert (machine.memory_free, machine.process_bytes) == (64 * GIB, 0)
+    assert machine.cores_physical == DESKTOP.cores_physical
+    assert assumed(DESKTOP, None, None) == DESKTOP
+    with pytest.raises(UsageError, match="0 B"):
+        assumed(DESKTOP, None, 0)

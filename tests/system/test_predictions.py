@@ -1,0 +1,165 @@
+"""Predicted bytes against what a cache and a process hold, predicted times against sums done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from magicpig_cli import hardware
+from magicpig_cli.config import AttentionOptions, Settings
+from magicpig_cli.engine.runner import ModelRunner
+from magicpig_cli.events import STAGES
+from magicpig_cli.gpus import Gpu
+from magicpig_cli.hardware import Speeds
+from magicpig_cli.model.shape import ModelShape, shape_from_config
+from magicpig_cli.planner import Plan, plan, predict, times
+from tests.system.test_planner import DESKTOP, LLAMA_8B
+from tests.tiny import tiny_model
+
+GIB = 1 << 30
+SPEEDS = Speeds(
+    threads=8, sequential_bytes_s=40e9, gather_bytes_s=20e9, count_ns=1.0, visit_ns=20.0,
+    product_bytes_s={"float32": 40e9, "bfloat16": 30e9, "int8": 20e9}, operator_us=2.0,
+)  # fmt: skip
+MEASURED = replace(DESKTOP, speeds=SPEEDS)
+N = 98_304
+
+
+def planned(shape: ModelShape = LLAMA_8B, machine: hardware.Hardware = MEASURED, **options) -> Plan:
+    return plan(machine, shape, Settings(attention=AttentionOptions(**options), context=N))
+
+
+@pytest.mark.parametrize("turns", [(1200,), (3000,)])
+def test_expected_rows_and_index_are_those_of_a_prompt_read_at_once(turns):
+    model = tiny_model("llama")
+    shape = shape_from_config(model.config)
+    options = AttentionOptions(mode="lsh", K=5, L=12)
+    chosen = plan(
+        hardware.probe(), shape, Settings(attention=options, threads=1, allow_extrapolation=True, context=4096)
+    )
+    runner = ModelRunner(model, shape, chosen, torch.device("cpu"), hash_seed=0)
+    sequence = runner.new_sequence()
+    for turn in turns:
+        list(runner.prefill(sequence, torch.arange(turn).remainder(250).tolist()))
+    parts = {part.name: part.bytes for part in predict(chosen, sum(turns)).host}
+    assert parts["keys and values"] == sequence.kv_bytes
+    assert parts["index"] == sequence.index_bytes
+    assert parts["windows"] == sum(layer.window.rows.nbytes for layer in sequence.layers)
+
+
+def test_a_batch_takes_the_sequences_part_so_often_and_the_rest_once():
+    chosen = planned(mode="lsh")
+    one, four = (predict(chosen, N, batch) for batch in (1, 4))
+    single, several = ({part.name: part.bytes for part in found.host} for found in (one, four))
+    for name in ("keys and values", "index", "windows"):
+        assert several[name] == 4 * single[name]
+    for name in ("weights", "program", "hash directions"):
+        assert several[name] == single[name]
+    assert one.host_bytes == sum(single.values())
+
+
+def test_long_answers_grow_the_index():
+    chosen = planned(mode="lsh")
+    short, long = (predict(chosen, N, generated=generated).host_bytes for generated in (1023, 1024))
+    segment = 2 * 150 * 8 * (3 * 1024 + 1025)
+    assert long - short == 31 * segment
+    assert predict(chosen, N, generated=90_000).host_bytes - short == 31 * 2 * 150 * 8 * (16_384 + 1025)
+
+
+def test_what_is_expected_is_within_what_is_reserved():
+    chosen = planned(mode="lsh", kv_dtype="int8")
+    for tokens in (1, 300, 5000, N):
+        for batch in (1, 2):
+            held = predict(chosen, tokens, batch, generated=tokens)
+            assert held.host_bytes <= chosen.weights_bytes + chosen.host_reserve + batch * chosen.sequence_bytes(tokens)
+
+
+def test_no_time_is_told_of_a_machine_that_was_not_measured():
+    found = predict(planned(machine=DESKTOP), N)
+    assert found.stages_ms == {}
+    assert found.ms_per_token is None
+    assert found.missing == ("this machine was not measured",)
+
+
+def test_time_of_exact_attention_by_hand():
+    found = predict(planned(mode="exact"), N)
+    assert found.stages_ms.keys() == set(STAGES)
+    rows = 32 * 8 * N
+    dense = rows * (512 / 40e9 + 2 * 4 * 128 / (1.6 * 40e9)) + 32 * 40 * 2e-6
+    products = LLAMA_8B.params * 4 / 40e9
+    assert found.stages_ms["dense"] == pytest.approx(1e3 * dense)
+    assert found.stages_ms["other"] == pytest.approx(1e3 * (products + 32 * (160 + 47) * 2e-6))
+    assert found.ms_per_token == pytest.approx(sum(found.stages_ms.values()))
+    assert all(found.stages_ms[stage] == 0 for stage in ("hash", "retrieve", "attend", "merge", "window"))
+
+
+def test_time_of_sampled_attention_by_hand():
+    chosen = planned(mode="lsh")
+    found = predict(chosen, N, 2, sampled_ratio=0.02)
+    keys, heads = chosen.offloaded(N), 2 * 32
+    look_ups = 31 * heads * (150 * 20e-9 + 150 * keys / 1024 * 1.7 * 1e-9) / 8
+    assert found.stages_ms["retrieve"] == pytest.approx(1e3 * look_ups)
+    union = keys * (1 - 0.98 ** (4**0.75))
+    gathered = 2 * 8 * union * 512 / 20e9
+    multiplied = heads * 0.02 * keys * 4 * 128 / (1.6 * 40e9)
+    near = 2 * 8 * 132 * (512 / 40e9 + 2 * 4 * 128 / (1.6 * 40e9))
+    assert found.stages_ms["attend"] == pytest.approx(1e3 * 31 * (40 * 2e-6 + gathered + multiplied + near))
+
+
+def test_sampling_pays_at_long_contexts_and_more_so_with_fewer_keys():
+    exact, sampled = planned(mode="exact"), planned(mode="lsh")
+    gain = [predict(exact, n).ms_per_token / predict(sampled, n).ms_per_token for n in (8192, 32_768, N)]
+    assert gain == sorted(gain)
+    assert gain[-1] > 1
+    few, many = (predict(sampled, N, sampled_ratio=ratio).ms_per_token for ratio in (0.01, 0.05))
+    assert few < many < predict(exact, N).ms_per_token
+
+
+def test_fewer_threads_than_were_measured_take_longer():
+    half = plan(MEASURED, LLAMA_8B, Settings(context=N, threads=4))
+    all_of_them = plan(MEASURED, LLAMA_8B, Settings(context=N))
+    more = plan(MEASURED, LLAMA_8B, Settings(context=N, threads=64))
+    assert predict(half, N).ms_per_token > 1.5 * predict(all_of_them, N).ms_per_token
+    assert predict(more, N).ms_per_token == predict(all_of_them, N).ms_per_token
+
+
+def test_an_index_that_auto_does_not_build_costs_no_time():
+    chosen = planned(mode="auto")
+    assert predict(chosen, 4095).stages_ms["retrieve"] == 0
+    assert predict(chosen, 4096).stages_ms["retrieve"] > 0
+
+
+def test_weights_that_are_only_looked_up_are_not_multiplied():
+    tied = replace(LLAMA_8B, lookup_params=0)
+    untied = replace(LLAMA_8B, lookup_params=128_256 * 4096)
+    gap = predict(planned(tied, mode="exact"), N).ms_per_token - predict(planned(untied, mode="exact"), N).ms_per_token
+    assert gap == pytest.approx(1e3 * 128_256 * 4096 * 4 / 40e9)
+    mixture = replace(LLAMA_8B, params=10_000, expert_params=8000, experts_used=0.25)
+    assert [mixture.step_params(batch) for batch in (1, 2, 4, 9)] == [4000, 6000, 10_000, 10_000]
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
+def test_products_of_a_batch_never_take_less_than_of_one_sequence(form):
+    chosen = replace(planned(mode="exact"), weight_type=form)
+    spent = [predict(chosen, 1, batch).stages_ms["other"] for batch in range(1, 9)]
+    assert spent == sorted(spent)
+
+
+def test_with_a_gpu_rows_of_exact_layers_go_over_pcie():
+    card = Gpu(0, "Card", 24 * GIB, 24 * GIB, pcie_generation=4, pcie_lanes=16)
+    machine = replace(
+        MEASURED, gpus=(card,), speeds=replace(SPEEDS, host_to_device_bytes_s=20e9, device_to_host_bytes_s=10e9)
+    )
+    found = predict(plan(machine, LLAMA_8B, Settings(context=N, attention=AttentionOptions(mode="lsh"))), N)
+    assert found.stages_ms["dense"] == pytest.approx(1e3 * 8 * N * 512 / 20e9)
+    words = 32 * (128 + 150) * 4 / 10e9 + 32 * 129 * 4 / 20e9
+    assert found.stages_ms["merge"] == pytest.approx(1e3 * 31 * (words + 4 * 10e-6))
+    assert found.ms_per_token is None
+    assert found.missing == ("products on the GPU, whose memory is not measured",)
+    by_link = predict(plan(replace(machine, speeds=SPEEDS), LLAMA_8B, Settings(context=N)), N)
+    assert by_link.stages_ms["dense"] == pytest.approx(1e3 * 8 * N * 512 / (times.PCIE_SHARE * 16 * 1.969e9))
+    assert len(by_link.missing) == 2
+    unknown = replace(machine, speeds=SPEEDS, gpus=(replace(card, pcie_generation=None),))
+    assert predict(plan(unknown, LLAMA_8B, Settings(context=N)), N).stages_ms["dense"] == 0
