@@ -253,6 +253,17 @@ def test_on_a_machine_that_is_never_idle_the_best_of_a_few_is_kept(meter, monkey
     assert meter.times == MAX_TRIES
 
 
+def test_copies_for_which_a_gpu_had_no_room_are_measured_again(meter, monkeypatch):
+    copied = replace(FOUND, host_to_device_bytes_s=20e9, device_to_host_bytes_s=10e9, cpu_share=0.9)
+    meter.results = [FOUND, copied, FOUND]
+    up = []
+    for _ in range(4):
+        new_process(monkeypatch)
+        up.append(ask(gpu=CARD).host_to_device_bytes_s)
+    assert up == [None, 20e9, 20e9, 20e9]
+    assert meter.times == 2
+
+
 def _one_of_many(folder: Path, started, results) -> None:
     def measure(*_: object) -> Speeds:
         results.put("measured")
