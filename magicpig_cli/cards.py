@@ -44,7 +44,7 @@ def names() -> tuple[str, ...]:
 
 
 def card(text: str) -> Gpu:
-    """The card whose name contains the words of `text`, or a nameless one for an amount of memory like `24GiB`.
+    """The card whose name contains the words of `text`.
 
     The shortest name wins: "4060" finds the only one, "L4" not the L40S. All of its memory counts as free; what CUDA
     takes of it is in the reserve of the profiles. Raises UsageError.
