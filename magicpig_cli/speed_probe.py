@@ -43,6 +43,8 @@ ROW_GAP = 20  # from one row to the next on average: the union of a group at 2% 
 WIDTH = 4096  # of the weight matrices
 BYTE = 0x3F  # that the buffer is full of: 0.75 as bfloat16 or float32, 63 as int8; nothing that arithmetic is slow on
 COPY_BYTES = 64 << 20
+WAKE_BYTES = 64 << 10
+PAUSE_S = 200e-6
 
 Probe = Callable[[int], float]  # number of the round → its figure
 
@@ -66,6 +68,7 @@ def measure(threads: int, free_bytes: int, cache_bytes: int, gpu: int | None = N
             "long": long.head_ns,
             "short": short.head_ns,
             "operator": lambda _: _operator_us(),
+            "wake": lambda _: _wake_us(walk, threads),
         })  # fmt: skip
         copies = (None, None) if gpu is None else copy_speeds(torch.device("cuda", gpu))
     count_ns, visit_ns = per_id_and_visit(long, found["long"], short, found["short"])
@@ -77,6 +80,7 @@ def measure(threads: int, free_bytes: int, cache_bytes: int, gpu: int | None = N
         visit_ns=visit_ns,
         product_bytes_s={form: found[form] for form in ("float32", "bfloat16", "int8")},
         operator_us=found["operator"],
+        wake_us=found["wake"],
         host_to_device_bytes_s=copies[0],
         device_to_host_bytes_s=copies[1],
         buffer_bytes=walk.size,
@@ -269,6 +273,25 @@ def _operator_us(repeats: int = 20) -> float:
             _ = (x + x, x * x, x.to(torch.bfloat16), x.pow(2).mean(-1))
 
     return _seconds(five_operators) / (5 * repeats) * 1e6
+
+
+def _wake_us(walk: Walk, threads: int, repeats: int = 8) -> float:
+    """Microseconds that a parallel call takes longer than its work: its threads sleep where Python was busy for long.
+
+    They spin for a while first (docs/decisions/002), so the pause is one that a layer's small operators take.
+    """
+    if threads == 1:
+        return 0.0
+    data = walk.bytes(WAKE_BYTES)
+    kernels.read_sequential(data, 1)  # from here on it is in a cache
+    alone = min(kernels.read_sequential(data, 1) for _ in range(repeats))
+    waits = []
+    for _ in range(repeats):
+        until = time.perf_counter() + PAUSE_S
+        while time.perf_counter() < until:
+            pass
+        waits.append(kernels.read_sequential(data, threads) - alone)
+    return max(0.0, statistics.median(waits) / 1e3)
 
 
 # --- GPU -----------------------------------------------------------------------------------------------------------

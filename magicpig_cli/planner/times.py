@@ -24,6 +24,7 @@ LAYER_OPERATORS = (160, 47)  # norms, rotary embedding, activations, modules; an
 SAMPLED_OPERATORS = (60, 11)  # of a sampled layer beside that, a piece of maintenance of the index included
 CALL_OPERATORS = 40  # a call of the attention kernel: checks, and waking its threads
 HASH_OPERATORS = 14  # a call of the hash kernel, which is shorter
+PRODUCTS_PER_LAYER = 7  # queries, keys, values, output; gate, up and down: each wakes the other threads
 VISIT_SKEW = 1.7  # ids visited over those of uniform buckets: 1.4–2.0 on real keys (EVIDENCE.md section 1)
 GROUP_POWER = 0.75  # the union of a group's heads is what G^0.75 independent heads would read: 2.3× one head for G = 3
 SAMPLED_MULTIPLY_ADDS = 4  # per value of a sampled row: q·k, |k−μ|, p·V, and sorting out which heads want it
@@ -52,6 +53,7 @@ class _Rates:
     count_s: float
     visit_s: float
     operator_s: float
+    wake_s: float
     threads: int
 
     @staticmethod
@@ -66,6 +68,7 @@ class _Rates:
             count_s=speeds.count_ns * 1e-9,
             visit_s=speeds.visit_ns * 1e-9,
             operator_s=speeds.operator_us * 1e-6,
+            wake_s=speeds.wake_us * 1e-6 if plan.threads > 1 else 0.0,
             threads=min(plan.threads, speeds.threads),
         )
 
@@ -102,7 +105,8 @@ def _exact_keys(plan: Plan, tokens: int, sampled: int) -> int:
 def _dense_s(plan: Plan, rates: _Rates, tokens: int, batch: int, sampled: int) -> float:
     """Exact attention on the CPU: every row in sight is read, and multiplied by each head of the group."""
     rows = batch * plan.shape.kv_heads * _exact_keys(plan, tokens, sampled)
-    return _exact_rows_s(plan, rates, rows) + (plan.shape.layers - sampled) * CALL_OPERATORS * rates.operator_s
+    call = CALL_OPERATORS * rates.operator_s + rates.wake_s
+    return _exact_rows_s(plan, rates, rows) + (plan.shape.layers - sampled) * call
 
 
 def _exact_rows_s(plan: Plan, rates: _Rates, rows: float) -> float:
@@ -121,7 +125,8 @@ def _sampled_s(plan: Plan, rates: _Rates, tokens: int, batch: int, ratio: float)
     gathered = batch * shape.kv_heads * union * row_bytes(dim, plan.row_dtype) / rates.gather
     multiplied = heads * ratio * keys * SAMPLED_MULTIPLY_ADDS * dim / rates.multiply_adds
     near = _exact_rows_s(plan, rates, batch * shape.kv_heads * plan.window_rows) if plan.windows_on_host else 0.0
-    call, hash_call = CALL_OPERATORS * rates.operator_s, HASH_OPERATORS * rates.operator_s
+    call = CALL_OPERATORS * rates.operator_s + rates.wake_s
+    hash_call = HASH_OPERATORS * rates.operator_s + rates.wake_s
     return {
         "hash": hash_call + dim * signs * 4 / rates.sequential + heads * dim * signs / rates.multiply_adds,
         "retrieve": heads * (plan.L * rates.visit_s + ids * rates.count_s) / rates.threads,
@@ -136,15 +141,16 @@ def _operators(plan: Plan, batch: int, sampled: int) -> int:
 
 
 def _products_s(plan: Plan, rates: _Rates, batch: int) -> float:
-    """Linear layers and the output layer: weights are read once, and multiplied by `batch` rows.
+    """Linear layers and the output layer: threads are woken, weights read once and multiplied by `batch` rows.
 
     Experts of a mixture are float32 whatever the others are, and each has the rows of its own tokens.
     """
     shape, form = plan.shape, plan.weight_type
+    wakes = (shape.layers * PRODUCTS_PER_LAYER + 1) * rates.wake_s
     experts = shape.step_experts(batch)
     shared = (shape.step_params(batch) - experts) * WEIGHT_BYTES[form] / rates.product
     own = experts * WEIGHT_BYTES["float32"] / rates.float32_product
-    return _batch_factor(form, batch) * shared + _batch_factor("float32", batch * shape.experts_used) * own
+    return wakes + _batch_factor(form, batch) * shared + _batch_factor("float32", batch * shape.experts_used) * own
 
 
 def _batch_factor(form: WeightType, rows: float) -> float:

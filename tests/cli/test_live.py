@@ -258,13 +258,10 @@ def test_a_bench_shows_what_it_measures_and_prints_its_table(start, terminal):
 def test_the_option_comes_from_the_configuration_too(monkeypatch, tmp_path):
     seen: list[bool] = []
 
-    def report(engine, request, output_format, quiet, live):
-        seen.append(live)
-        return ""
-
     monkeypatch.setattr(loading, "load_engine", lambda settings, quiet: SimpleNamespace())
-    monkeypatch.setattr(bench, "_check_room", lambda engine, request: None)
-    monkeypatch.setattr(bench, "_report", report)
+    monkeypatch.setattr(bench, "_plan", lambda settings: None)
+    monkeypatch.setattr(bench, "_check_room", lambda plan, request: None)
+    monkeypatch.setattr(bench, "_measure", lambda engine, request, target, *, live: seen.append(live))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("MAGICPIG_NO_LIVE", raising=False)
     assert app.run(["bench"]) == 0

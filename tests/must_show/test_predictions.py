@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from magicpig_cli.speeds import UNDISTURBED
+
+TRIES = 8  # for a moment in which the machine does nothing else
 MEMORY_TOLERANCE, TIME_TOLERANCE = 0.15, 0.30
 
 
@@ -24,8 +27,12 @@ def environment(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("home")
     environment = {**os.environ, "XDG_CONFIG_HOME": str(folder / "config"), "XDG_DATA_HOME": str(folder / "data")}
     command = [sys.executable, "-m", "magicpig_cli", "doctor", "--measure", "--json"]
-    subprocess.run(command, capture_output=True, text=True, env=environment, check=True, timeout=120)
-    return environment
+    for _ in range(TRIES):
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True, timeout=120)
+        share = json.loads(done.stdout)["speeds"]["cpu_share"]
+        if share >= UNDISTURBED:
+            return environment
+    pytest.fail(f"other programs had {1 - share:.0%} of the cores in {TRIES} measurements of this machine")
 
 
 def bench(environment: dict[str, str], out: Path, batch_sizes: str) -> tuple[list[dict[str, Any]], int]:

@@ -263,3 +263,9 @@ def test_copies_go_through_pinned_memory_and_are_waited_for(monkeypatch):
 def test_no_room_for_copies(monkeypatch):
     FakeDevice(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
     assert speed_probe.copy_speeds(torch.device("cuda", 0)) == (None, None)
+
+
+def test_one_thread_wakes_nobody_and_two_take_their_time():
+    walk = Walk(filled_buffer(MIN_BUFFER_BYTES))
+    assert speed_probe._wake_us(walk, 1) == 0
+    assert 0 <= speed_probe._wake_us(walk, 2) < 1e6
