@@ -7,12 +7,12 @@ the PCIe link that the card has. What a profile recommends for them is found by 
 from __future__ import annotations
 
 import difflib
-import re
 from dataclasses import replace
 
 from magicpig_cli.errors import UsageError
 from magicpig_cli.gpus import Gpu
 from magicpig_cli.hardware import Hardware
+from magicpig_cli.profiles.choice import contains
 from magicpig_cli.units import format_bytes
 
 _MIB = 1 << 20
@@ -44,13 +44,12 @@ def names() -> tuple[str, ...]:
 
 
 def card(text: str) -> Gpu:
-    """The card whose name contains the words of `text`, or a nameless one for an amount of memory like `24GiB`.
+    """The card whose name contains the words of `text`.
 
     The shortest name wins: "4060" finds the only one, "L4" not the L40S. All of its memory counts as free; what CUDA
     takes of it is in the reserve of the profiles. Raises UsageError.
     """
-    wanted = _words(text)
-    found = [name for name in _CARDS if wanted and _contains(_words(name), wanted)]
+    found = [name for name in _CARDS if contains(name, text)]
     if not found:
         close = difflib.get_close_matches(text.lower(), [name.lower() for name in _CARDS], n=1, cutoff=0.4)
         meant = next((name for name in _CARDS if close and name.lower() == close[0]), "NVIDIA GeForce RTX 4090")
@@ -74,12 +73,3 @@ def assumed(machine: Hardware, gpu: str | None, memory: int | None) -> Hardware:
     return replace(
         machine, memory_total=max(memory, machine.memory_total), memory_free=memory, memory_limit=None, process_bytes=0
     )
-
-
-def _words(text: str) -> list[str]:
-    """`RTX 4090` and `rtx4090` → rtx, 4090."""
-    return re.findall(r"[a-z]+(?=\d{4})|[a-z0-9]+", text.lower())
-
-
-def _contains(words: list[str], part: list[str]) -> bool:
-    return any(words[i : i + len(part)] == part for i in range(len(words) - len(part) + 1))

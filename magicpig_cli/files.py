@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -11,12 +12,11 @@ from pathlib import Path
 
 def refuse_unwritable(path: Path) -> None:
     """Raise the OSError that `replace_file` would raise, before there is anything to lose. Leaves nothing behind."""
-    target, in_place = _target(path)
-    if in_place:
-        with target.open("ab"):
-            pass
+    if is_stream(path):
+        if not os.access(path, os.W_OK):  # not opened: the reader of a pipe would take the closing for the end
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return
-    temporary = _beside(target)
+    temporary = _beside(_target(path))
     temporary.open("xb").close()
     temporary.unlink()
 
@@ -27,10 +27,10 @@ def replace_file(path: Path, content: bytes) -> None:
     Whoever reads meanwhile, or finds it after a crash, has the old content or the new. A device or a pipe is written
     to as it is.
     """
-    target, in_place = _target(path)
-    if in_place:
-        target.write_bytes(content)
+    if is_stream(path):
+        path.write_bytes(content)
         return
+    target = _target(path)
     temporary = _beside(target)
     try:
         with temporary.open("xb") as file:
@@ -46,12 +46,20 @@ def replace_file(path: Path, content: bytes) -> None:
         raise
 
 
-def _target(path: Path) -> tuple[Path, bool]:
-    """Where a path leads, and whether it can only be written in place. Raises IsADirectoryError."""
+def is_stream(path: Path) -> bool:
+    """Whether a path leads to a device or a pipe: all that is written stays, nothing can be replaced.
+
+    Asked of the path as it is: `/dev/stdout` leads to a pipe although no link says where that is.
+    """
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def _target(path: Path) -> Path:
+    """Where a path leads. Raises IsADirectoryError."""
     target = path.resolve()
     if target.is_dir():
-        raise IsADirectoryError(21, os.strerror(21), str(path))
-    return target, target.exists() and not target.is_file()
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    return target
 
 
 def _beside(target: Path) -> Path:

@@ -64,6 +64,12 @@ class Hardware:
     gpus: tuple[Gpu, ...] = ()
     speeds: Speeds | None = None  # None = not measured
 
+    def gpu_of(self, device: str) -> Gpu | None:
+        """The GPU that `auto`, `cuda` or `cuda:N` means here; None on a CPU, or where it is missing."""
+        kind, _, number = device.partition(":")
+        wanted = None if kind == "cpu" else int(number or 0)
+        return next((gpu for gpu in self.gpus if gpu.index == wanted), None)
+
 
 def probe(root: Path = Path("/")) -> Hardware:
     """Look at this machine. GPUs are listed if torch is already imported; `probe_gpus` imports it."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from magicpig_cli import hardware, profiles, speeds
 from magicpig_cli.config import Settings
-from magicpig_cli.gpus import Gpu
 from magicpig_cli.hardware import Hardware, Speeds
 from magicpig_cli.model.name import model_name
 from magicpig_cli.model.shape import ModelShape
@@ -34,26 +33,25 @@ def plan_here(
     profile, why = profile_for(machine, settings, model_name(settings.model.model))
     chosen = plan(machine, shape, settings, profile, why)  # what cannot work is refused before anything is measured
     found = speeds_here(real, chosen.threads, settings.model.device, announce)
-    return chosen if found is None else plan(replace(machine, speeds=found), shape, settings, profile, why)
+    if found is None:
+        return chosen
+    if machine.gpus != real.gpus:  # copies to the card that is here say nothing about another one
+        found = replace(found, host_to_device_bytes_s=None, device_to_host_bytes_s=None)
+    return plan(replace(machine, speeds=found), shape, settings, profile, why)
 
 
 def speeds_here(
     machine: Hardware, threads: int, device: str, announce: Callable[[], None] | None, *, anew: bool = False
 ) -> Speeds | None:
     """Speeds with `threads` threads, and of copies to the GPU that `--device` means; see `speeds.load_or_measure`."""
-    return speeds.load_or_measure(machine, threads, _gpu(machine, device), announce=announce, anew=anew)
-
-
-def _gpu(machine: Hardware, device: str) -> Gpu | None:
-    """The GPU that `auto`, `cuda` or `cuda:N` means here; None on a CPU."""
-    kind, _, number = device.partition(":")
-    return None if kind == "cpu" else next((gpu for gpu in machine.gpus if gpu.index == int(number or 0)), None)
+    return speeds.load_or_measure(machine, threads, machine.gpu_of(device), announce=announce, anew=anew)
 
 
 def profile_for(machine: Hardware, settings: Settings, model: str | None = None) -> tuple[Profile, str]:
     """The profile that was asked for, else the one that matches, and why. `model` is the model's name, if known."""
     if settings.profile is not None:
         return profiles.find(settings.profile), "as asked"
-    kind, _, number = settings.model.device.partition(":")
-    on_gpu = kind == "cuda" or (kind == "auto" and bool(machine.gpus))
-    return profiles.choose(machine, on_gpu, int(number or 0), model)
+    device = settings.model.device
+    gpu = machine.gpu_of(device)
+    on_gpu = gpu is not None or device.startswith("cuda")
+    return profiles.choose(machine, on_gpu, -1 if gpu is None else gpu.index, model)

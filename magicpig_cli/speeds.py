@@ -60,10 +60,10 @@ class Record:
     speeds: Speeds
     tries: int  # how often it has been measured until now
 
-    @property
-    def is_final(self) -> bool:
-        """Whether it was measured in peace, or often enough without."""
-        return self.speeds.cpu_share >= UNDISTURBED or self.tries >= MAX_TRIES
+    def is_final(self, gpu: Gpu | None) -> bool:
+        """Whether all of it was measured in peace, or often enough without."""
+        whole = gpu is None or self.speeds.host_to_device_bytes_s is not None  # a full GPU has no room to copy to
+        return (whole and self.speeds.cpu_share >= UNDISTURBED) or self.tries >= MAX_TRIES
 
 
 def load_or_measure(
@@ -79,10 +79,10 @@ def load_or_measure(
     if path.name in _known and not anew:
         return _known[path.name]
     kept = None if anew else _read(path, about)
-    if announce is not None and (kept is None or not kept.is_final):
+    if announce is not None and (kept is None or not kept.is_final(gpu)):
         with _turn(path.with_suffix(".lock")):
             kept = None if anew else _read(path, about)  # perhaps by the process that we have waited for
-            if kept is None or not kept.is_final:
+            if kept is None or not kept.is_final(gpu):
                 announce()
                 kept = _measured_again(machine, threads, gpu, kept)
                 if kept is not None:
@@ -94,14 +94,18 @@ def load_or_measure(
 
 
 def _measured_again(machine: Hardware, threads: int, gpu: Gpu | None, kept: Record | None) -> Record | None:
-    """Of what is kept and what is measured now the one that was less disturbed."""
+    """Of what is kept and what is measured now the one with copies to the GPU, or that was less disturbed."""
     try:
         found = measure(machine, threads, gpu)
     except (MemoryError, OSError, RuntimeError):  # no room for it: then there is none for a model either
         return kept
     if kept is None:
         return Record(found, tries=1)
-    return Record(max(found, kept.speeds, key=lambda speeds: speeds.cpu_share), kept.tries + 1)
+    return Record(max(found, kept.speeds, key=_quality), kept.tries + 1)
+
+
+def _quality(speeds: Speeds) -> tuple[bool, float]:
+    return speeds.host_to_device_bytes_s is not None, speeds.cpu_share
 
 
 def facts(machine: Hardware, threads: int, gpu: Gpu | None) -> dict[str, Any]:

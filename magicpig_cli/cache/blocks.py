@@ -2,8 +2,9 @@
 
 A row is K and V of one key side by side, so that a sampled key costs one contiguous read. Rows live in blocks
 [Hkv, block_rows, 2, W] (W: see `kernels.rows`); a sequence that grows gets further blocks and nothing is copied. Blocks
-are cut from larger slabs and need no bookkeeping: a slab's memory goes back to the system when the last view of it is
-gone.
+are cut from larger slabs, whose memory goes back to the system when the last view of them is gone. A sequence that is
+cut gives its blocks back, since the others of their slabs may live long: answers taken back and generated again would
+take new memory each time.
 """
 
 from __future__ import annotations
@@ -28,12 +29,29 @@ class BlockPool:
         self._shape = (kv_heads, block_rows, 2, row_width(head_dim, dtype))
         self._slab: np.ndarray | None = None
         self._next = 0
+        self._free: dict[int, list[np.ndarray]] = {}  # blocks given back, by slab
 
     def take(self) -> np.ndarray:
-        """A fresh zeroed block [Hkv, block_rows, 2, W]: float32, uint16 holding bfloat16 bits, or int8 with scales."""
+        """A block [Hkv, block_rows, 2, W]: float32, uint16 holding bfloat16 bits, or int8 with scales.
+
+        Zeroed if it is new; one that was given back holds what it held.
+        """
+        if self._free:
+            slab, blocks = next(iter(self._free.items()))
+            block = blocks.pop()
+            if not blocks:
+                del self._free[slab]
+            return block
         if self._slab is None or self._next == _BLOCKS_PER_SLAB:
             self._slab = aligned_bytes(self.block_bytes * _BLOCKS_PER_SLAB)
             self._next = 0
         start = self._next * self.block_bytes
         self._next += 1
         return self._slab[start : start + self.block_bytes].view(NUMPY_TYPE[self.dtype]).reshape(self._shape)
+
+    def give_back(self, block: np.ndarray) -> None:
+        """Have a block handed out again, which nobody may read or write any more; a whole slab goes to the system."""
+        blocks = self._free.setdefault(id(block.base), [])
+        blocks.append(block)
+        if len(blocks) == _BLOCKS_PER_SLAB:
+            del self._free[id(block.base)]

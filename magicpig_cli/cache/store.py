@@ -44,6 +44,7 @@ class RowStore:
         self.length = 0
         self._pool = pool
         self._blocks: list[torch.Tensor] = []
+        self._arrays: list[np.ndarray] = []  # the same, as the pool gave them
         self._next: tuple[np.ndarray, Future[None]] | None = None  # the block that comes next, and when it is ready
 
     @property
@@ -71,28 +72,36 @@ class RowStore:
         """Have the next block touched beside, once half of the last one is used; `Plan.kv_bytes` counts it."""
         free = len(self._blocks) * self._pool.block_rows - self.length
         if not self._blocks or 2 * free > self._pool.block_rows:
-            self._next = None
+            if self._next is not None:
+                self._pool.give_back(self._ready_block())
         elif self._next is None:
             block = self._pool.take()
             self._next = block, touch(block)
 
     def _add_block(self) -> None:
         """The block that was made ready, or a new one."""
-        if self._next is None:
-            block = self._pool.take()
-        else:
-            block, ready = self._next
-            ready.result()
-            self._next = None
+        block = self._pool.take() if self._next is None else self._ready_block()
         self._blocks.append(as_tensor(block))
+        self._arrays.append(block)
         self.table.append_block(block)
 
+    def _ready_block(self) -> np.ndarray:
+        """The block that was made ready, which then is no longer the next one."""
+        assert self._next is not None
+        block, ready = self._next
+        ready.result()
+        self._next = None
+        return block
+
     def truncate(self, length: int) -> None:
-        """Forget the rows from `length` on; their blocks are let go."""
+        """Forget the rows from `length` on; their blocks are given back."""
         self.length = min(self.length, length)
         keep = -(-self.length // self._pool.block_rows)
-        del self._blocks[keep:]
+        dropped = self._arrays[keep:]
+        del self._blocks[keep:], self._arrays[keep:]
         self.table.drop_blocks(keep)
+        for block in dropped:
+            self._pool.give_back(block)
         self._make_ready()
 
     def views(self, start: int, stop: int, at_most: int) -> Iterator[torch.Tensor]:

@@ -14,7 +14,7 @@ import typer
 from magicpig_cli.cli.options import NoLive, Quiet, command_options
 from magicpig_cli.config import Settings
 from magicpig_cli.errors import ContextError, MagicpigError, MemoryBudgetError, UsageError
-from magicpig_cli.files import refuse_unwritable, replace_file
+from magicpig_cli.files import is_stream, refuse_unwritable, replace_file
 from magicpig_cli.units import format_bytes, parse_token_list
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _measure(engine: Engine, request: BenchRequest, target: _Target, *, live: bo
 
     def finished(row: dict[str, Any]) -> None:
         rows.append(row)
-        target.save(about, rows)  # at once: a process that the system kills for its memory says nothing any more
+        target.keep(about, rows)  # at once: a process that the system kills for its memory says nothing any more
 
     try:
         _run(engine, request, target.quiet, live, finished)
@@ -117,7 +117,12 @@ class _Target:
     plot: str | None  # a file; `-`: the terminal
     quiet: bool
 
-    def save(self, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    def keep(self, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        """Save the rows that there are so far; a pipe gets all of them at the end. Raises MagicpigError."""
+        if self.output is not None and not is_stream(self.output):
+            self._save(meta, rows)
+
+    def _save(self, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         """Replace the output file, if there is one, by these rows. Raises MagicpigError."""
         if self.output is not None:
             _replace(self.output, self._document(self._results(meta, rows)).encode("utf-8", errors="replace"))
@@ -129,7 +134,7 @@ class _Target:
 
         results = self._results(meta, rows)
         try:
-            self.save(meta, rows)
+            self._save(meta, rows)
         except MagicpigError:  # a full disk
             print(self._document(results), end="")
             raise

@@ -11,7 +11,7 @@ import typer
 
 from magicpig_cli.cli.options import AsJson, command_options
 from magicpig_cli.config import DEFAULT_L, ModelOptions, Settings
-from magicpig_cli.errors import MagicpigError
+from magicpig_cli.errors import MagicpigError, UsageError
 from magicpig_cli.events import MEASURING
 from magicpig_cli.ui import console
 from magicpig_cli.units import format_bytes, format_count, parse_bytes
@@ -135,6 +135,8 @@ def check(
     from magicpig_cli.model.loader import load_config
     from magicpig_cli.model.shape import shape_from_config, unsupported_reason
 
+    if assume_gpu is not None and settings.model.device == "cpu":
+        raise UsageError(f"--assume-gpu {assume_gpu} with --device cpu", hint="leave out one of them")
     memory = None if assume_memory is None else parse_bytes(assume_memory)
     assumed(hardware.probe(), assume_gpu, memory)  # what nobody knows is refused before anything is read
     settings = replace(settings, model=replace(settings.model, model=model))

@@ -12,7 +12,7 @@ import typer
 
 from magicpig_cli.cli.options import AsJson, Quiet, command_options
 from magicpig_cli.config import Settings
-from magicpig_cli.errors import UsageError
+from magicpig_cli.errors import MagicpigError, UsageError
 from magicpig_cli.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from magicpig_cli.engine.engine import Engine
     from magicpig_cli.hardware import Hardware
     from magicpig_cli.profiles import Profile
+    from magicpig_cli.tuning.grid import Grid
     from magicpig_cli.tuning.search import Goal
     from magicpig_cli.tuning.text import Texts
     from magicpig_cli.tuning.tune import Notice, Tuned, Working
@@ -117,9 +118,13 @@ def _read(path: Path | None) -> str:
         return natural_text()
     try:
         return path.expanduser().read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as problem:
-        reason = problem.strerror if isinstance(problem, OSError) else "not UTF-8 text"
-        raise UsageError(f"cannot read {path}: {reason}", hint="--text FILE with plain text") from None
+    except UnicodeDecodeError:
+        reason = "not UTF-8 text"
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+    except (RuntimeError, ValueError) as problem:  # ~ of a user who is not there, a NUL in the name
+        reason = str(problem)
+    raise UsageError(f"cannot read {path}: {reason}", hint="--text FILE with plain text")
 
 
 def _settled(settings: Settings) -> Settings:
@@ -129,8 +134,9 @@ def _settled(settings: Settings) -> Settings:
         from magicpig_cli.model import loader
         from magicpig_cli.model.shape import shape_from_config
 
-        own = shape_from_config(loader.load_config(settings.model)).context
-        context = min(parse_tokens(_DEFAULT_CONTEXT), own)
+        config = loader.load_config(settings.model)
+        loader.check_supported(config, settings.model.model)
+        context = min(parse_tokens(_DEFAULT_CONTEXT), shape_from_config(config).context)
     return replace(settings, context=context, attention=replace(settings.attention, mode="exact"))
 
 
@@ -140,13 +146,11 @@ def _profile_in_use(machine: Hardware, settings: Settings, engine: Engine) -> Pr
     return profile_for(machine, settings, engine.model_name)[0]
 
 
-def _run(engine: Engine, machine: Hardware, texts: Texts, goal: Goal, grid: object, quiet: bool) -> Tuned:
+def _run(engine: Engine, machine: Hardware, texts: Texts, goal: Goal, grid: Grid, quiet: bool) -> Tuned:
     from magicpig_cli.planning import speeds_here
-    from magicpig_cli.tuning.grid import Grid
     from magicpig_cli.tuning.tune import tune
     from magicpig_cli.ui import console
 
-    assert isinstance(grid, Grid)
     speeds = speeds_here(
         machine,
         engine.threads,
@@ -154,7 +158,7 @@ def _run(engine: Engine, machine: Hardware, texts: Texts, goal: Goal, grid: obje
         lambda: None if quiet else console.say("measuring this machine, once: 2 s"),
     )
     if speeds is None:
-        raise UsageError("this machine could not be measured: too little memory", hint="magicpig doctor")
+        raise MagicpigError("this machine could not be measured: too little memory", hint="magicpig doctor")
     return _follow(tune(engine, texts, engine.context, goal, grid, speeds), quiet)
 
 
@@ -193,7 +197,7 @@ def _tell(engine: Engine, tuned: Tuned, profile: str | None, path: Path | None, 
         console.print_table(report.COLUMNS, report.table_rows(tuned), right=report.RIGHT)
         print()
         for line in report.verdict(engine, tuned, profile):
-            print(line)
+            print(console.printable(line))
     if quiet:
         return
     for line in report.layer_lines(tuned):

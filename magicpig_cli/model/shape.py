@@ -67,10 +67,13 @@ class ModelShape:
         """Width of the MLP; taken as 4 · hidden where the config does not tell."""
         return self.intermediate or 4 * self.hidden
 
+    def step_experts(self, batch: int) -> int:
+        """Weights of experts that one decode step of `batch` sequences multiplies by, each with tokens of its own."""
+        return round(min(1.0, batch * self.experts_used) * self.expert_params)
+
     def step_params(self, batch: int) -> int:
-        """Weights that one decode step of `batch` sequences multiplies by; tokens may share experts, or not."""
-        used = min(1.0, batch * self.experts_used)
-        return self.params - self.lookup_params - round((1 - used) * self.expert_params)
+        """Weights that one decode step of `batch` sequences multiplies by, those of experts included."""
+        return self.params - self.lookup_params - self.expert_params + self.step_experts(batch)
 
     @property
     def verified(self) -> bool:

@@ -13,10 +13,22 @@ from magicpig_cli.config import (
     AttentionOptions,
     Settings,
 )
-from magicpig_cli.errors import ContextError, UsageError
+from magicpig_cli.errors import ContextError, ModelError, UsageError
+from magicpig_cli.hardware import Hardware
 from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.planner.plan import Plan
 from magicpig_cli.units import MAX_SIZE
+
+
+def check_device(hardware: Hardware, device: str) -> None:
+    """Raise ModelError where `cuda` or `cuda:N` is no GPU of this machine."""
+    if not device.startswith("cuda") or hardware.gpu_of(device) is not None:
+        return
+    there = ", ".join(f"cuda:{gpu.index} is {gpu.name}" for gpu in hardware.gpus)
+    raise ModelError(
+        f"--device {device}: there is no such GPU" + (f"; {there}" if there else " here"),
+        hint="use --device auto" + ("" if there else ", or see `magicpig doctor`"),
+    )
 
 
 def check_request(shape: ModelShape, settings: Settings, *, on_gpu: bool) -> None:

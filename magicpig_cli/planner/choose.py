@@ -15,15 +15,13 @@ from magicpig_cli.hardware import Gpu, Hardware
 from magicpig_cli.kernels import RowType
 from magicpig_cli.model.shape import ModelShape, read_dtype
 from magicpig_cli.planner import memory, reasons
-from magicpig_cli.planner.checks import check_request, check_window
-from magicpig_cli.planner.plan import Mode, Plan, WeightType
+from magicpig_cli.planner.checks import check_device, check_request, check_window
+from magicpig_cli.planner.plan import Mode, Plan, WeightType, most_together
 from magicpig_cli.planner.times import WEIGHT_BYTES
 from magicpig_cli.planner.ways_out import ways_out
 from magicpig_cli.profiles import BUILT_IN, Profile, TableSize
 from magicpig_cli.units import format_bytes
 
-MAX_BATCH = 8  # sequences decoded together: beyond it a CPU's matrix products gain nothing (EVIDENCE.md section 3)
-MAX_BATCH_GPU = 32
 SHORTEST_CHUNK = 128  # to which chunks are cut where a GPU has no room for longer ones
 # Taken after a profile's own, where no larger tables fit: the paper's other two. They sample more keys (7 and 8% where
 # (10, 150) samples 4.5%), so they cost time, not accuracy: EVIDENCE.md section 2.
@@ -61,11 +59,11 @@ def expected_ratio(K: int, L: int) -> float:
 
 
 def _choose(hardware: Hardware, shape: ModelShape, settings: Settings, profile: Profile, why: str) -> Plan:
-    gpu = _gpu(hardware, settings.model.device)
-    on_gpu = gpu is not None or settings.model.device.startswith("cuda")
-    check_request(shape, settings, on_gpu=on_gpu)
+    check_device(hardware, settings.model.device)
+    gpu = hardware.gpu_of(settings.model.device)
+    check_request(shape, settings, on_gpu=gpu is not None)
     wanted = settings.context or shape.context
-    draft = _draft(hardware, shape, settings, profile, gpu, on_gpu=on_gpu, wanted=wanted)
+    draft = _draft(hardware, shape, settings, profile, gpu, wanted=wanted)
     check_window(draft)
     draft = _within_device(draft)
     draft = replace(draft, budget_bytes=_host_budget(hardware, draft))
@@ -75,20 +73,11 @@ def _choose(hardware: Hardware, shape: ModelShape, settings: Settings, profile: 
     return replace(chosen, reasons=found)
 
 
-def _gpu(hardware: Hardware, device: str) -> Gpu | None:
-    """The GPU that a device option means, if this machine has it."""
-    kind, _, number = device.partition(":")
-    if kind == "cpu":
-        return None
-    return next((gpu for gpu in hardware.gpus if gpu.index == int(number or 0)), None)
-
-
 def _draft(
-    hardware: Hardware, shape: ModelShape, settings: Settings, profile: Profile, gpu: Gpu | None, *, on_gpu: bool,
-    wanted: int,
+    hardware: Hardware, shape: ModelShape, settings: Settings, profile: Profile, gpu: Gpu | None, *, wanted: int
 ) -> Plan:  # fmt: skip
     """What does not depend on memory. Tables are those for the context that is wanted."""
-    attention, model = settings.attention, settings.model
+    attention, model, on_gpu = settings.attention, settings.model, gpu is not None
     form = _weight_type(shape, settings, on_gpu=on_gpu)
     size = _recommended(profile, attention, wanted)
     most = hardware.threads if profile.threads is None else min(hardware.threads, profile.threads)
@@ -107,7 +96,7 @@ def _draft(
         weight_type=form,
         weights_bytes=0 if on_gpu else _weights_bytes(shape, form),
         budget_bytes=0,
-        max_batch=profile.max_batch or (MAX_BATCH_GPU if on_gpu else MAX_BATCH),
+        max_batch=most_together(profile, on_gpu=on_gpu),
         windows_on_host=not on_gpu,
         chunk=profile.chunk,
         auto_lsh_from=profile.auto_lsh_from,

@@ -48,7 +48,7 @@ def written_out(parts: Iterable[Part]) -> str:
 def reserved_host(plan: Plan, tokens: int, batch: int = 1) -> tuple[Part, ...]:
     """What `batch` sequences of `tokens` and the program may come to hold in host memory."""
     shared = (
-        _weights(plan, plan.weights_bytes),
+        _host_weights(plan),
         Part("program", plan.host_reserve, f"reserve of profile {plan.profile}"),
     )
     return _some((*shared, *sequence_parts(plan, tokens, batch)))
@@ -72,7 +72,7 @@ def expected_host(plan: Plan, tokens: int, batch: int, generated: int) -> tuple[
     program = PROGRAM_BYTES if on_host else plan.host_reserve
     why = "Python, torch and libraries, measured" if on_host else f"reserve of profile {plan.profile}"
     parts = (
-        _weights(plan, plan.weights_bytes),
+        _host_weights(plan),
         Part("program", program, why),
         _activations(plan, batch) if on_host else Part("activations", 0, "on the GPU"),
         _directions(plan, copies=2),
@@ -89,7 +89,7 @@ def device(plan: Plan, batch: int) -> tuple[Part, ...]:
     if plan.gpu is None:
         return ()
     parts = (
-        _weights(plan, plan.device_weights_bytes),
+        Part("weights", plan.device_weights_bytes, f"{plan.shape.params:,} values as {plan.weight_type}"),
         Part("reserve", plan.device_reserve, f"CUDA context and workspaces, profile {plan.profile}"),
         _activations(plan, batch),
         _hashing(plan),
@@ -103,8 +103,15 @@ def _some(parts: Iterable[Part]) -> tuple[Part, ...]:
     return tuple(part for part in parts if part.bytes)
 
 
-def _weights(plan: Plan, size: int) -> Part:
-    return Part("weights", size, f"{plan.shape.params:,} values as {plan.weight_type}")
+def _host_weights(plan: Plan) -> Part:
+    """Experts of a mixture are no linear layers of their own and stay float32."""
+    shape, form = plan.shape, plan.weight_type
+    terms = [f"{shape.params - shape.expert_params:,} values as {form}"]
+    if form == "int8":
+        terms.append(f"{shape.int8_extra_bytes:,} B of scales and of what int8 cannot take")
+    if shape.expert_params:
+        terms.append(f"{shape.expert_params:,} of experts as float32")
+    return Part("weights", plan.weights_bytes, " + ".join(terms))
 
 
 def _rows(plan: Plan, tokens: int, batch: int) -> Part:

@@ -11,12 +11,20 @@ from magicpig_cli.config import INDEX_FROM, JOINED_ROWS, TAIL_ROOM, TAIL_ROWS
 from magicpig_cli.hardware import Gpu, Speeds
 from magicpig_cli.kernels import MAX_SEGMENT_ROWS, RowType, row_bytes, window_type
 from magicpig_cli.model.shape import ModelShape
+from magicpig_cli.profiles import Profile
 
 Mode = Literal["auto", "lsh", "exact"]
 WeightType = Literal["float32", "bfloat16", "int8"]
 
 FLUSH = 64  # rows that leave the window at once
 BLOCK_ROWS = 1024  # rows per block of the store
+MAX_BATCH = 8  # sequences decoded together: beyond it a CPU's matrix products gain nothing (EVIDENCE.md section 3)
+MAX_BATCH_GPU = 32
+
+
+def most_together(profile: Profile, *, on_gpu: bool) -> int:
+    """Sequences decoded together at most, before memory has a say: the profile's limit, else the planner's own."""
+    return profile.max_batch or (MAX_BATCH_GPU if on_gpu else MAX_BATCH)
 
 
 def most_segments(keys: int) -> int:

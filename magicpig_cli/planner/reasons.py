@@ -5,7 +5,7 @@ from __future__ import annotations
 from magicpig_cli.config import Settings
 from magicpig_cli.hardware import Hardware
 from magicpig_cli.planner import memory
-from magicpig_cli.planner.plan import Plan
+from magicpig_cli.planner.plan import Plan, most_together
 from magicpig_cli.planner.predict import predict
 from magicpig_cli.profiles import BUILT_IN, Profile
 from magicpig_cli.units import format_bytes
@@ -127,9 +127,12 @@ def _batch(plan: Plan, profile: Profile) -> str:
             f"batch {batch}: what fits in host memory, {format_bytes(plan.budget_bytes)} by {format_bytes(one)} for a "
             f"sequence of {plan.context:,} tokens"
         )
-    if profile.max_batch is not None and plan.max_batch == profile.max_batch:
-        return f"batch {batch}: profile {profile.name} decodes no more together; host memory has room for {fit:,}"
-    limit = "what fits on the GPU" if plan.gpu is not None else "more gain nothing on a CPU"
+    if plan.max_batch < most_together(profile, on_gpu=plan.gpu is not None):
+        limit = "what fits on the GPU"
+    elif profile.max_batch is not None:
+        limit = f"profile {profile.name} decodes no more together"
+    else:
+        limit = "no more are decoded together on a GPU" if plan.gpu is not None else "more gain nothing on a CPU"
     return f"batch {batch}: {limit}; host memory has room for {fit:,}"
 
 

@@ -49,6 +49,7 @@ class _Rates:
     gather: float
     multiply_adds: float
     product: float
+    float32_product: float
     count_s: float
     visit_s: float
     operator_s: float
@@ -63,6 +64,7 @@ class _Rates:
             gather=speeds.gather_bytes_s * share,
             multiply_adds=MULTIPLY_ADDS_PER_BYTE * speeds.sequential_bytes_s * share,
             product=speeds.product_bytes_s[plan.weight_type] * share,
+            float32_product=speeds.product_bytes_s["float32"] * share,
             count_s=speeds.count_ns * 1e-9,
             visit_s=speeds.visit_ns * 1e-9,
             operator_s=speeds.operator_us * 1e-6,
@@ -139,13 +141,23 @@ def _operators(plan: Plan, batch: int, sampled: int) -> int:
 
 
 def _products_s(plan: Plan, rates: _Rates, batch: int) -> float:
-    """Linear layers and the output layer: weights are read once, and multiplied by `batch` rows."""
-    wakes = (plan.shape.layers * PRODUCTS_PER_LAYER + 1) * rates.wake_s
-    fixed, slope = BATCH_COST[plan.weight_type]
-    factor = max(1.0, fixed + slope * batch)
-    if plan.weight_type == "float32":
-        factor = min(factor, FLOAT32_MOST)
-    return wakes + factor * plan.shape.step_params(batch) * WEIGHT_BYTES[plan.weight_type] / rates.product
+    """Linear layers and the output layer: threads are woken, weights read once and multiplied by `batch` rows.
+
+    Experts of a mixture are float32 whatever the others are, and each has the rows of its own tokens.
+    """
+    shape, form = plan.shape, plan.weight_type
+    wakes = (shape.layers * PRODUCTS_PER_LAYER + 1) * rates.wake_s
+    experts = shape.step_experts(batch)
+    shared = (shape.step_params(batch) - experts) * WEIGHT_BYTES[form] / rates.product
+    own = experts * WEIGHT_BYTES["float32"] / rates.float32_product
+    return wakes + _batch_factor(form, batch) * shared + _batch_factor("float32", batch * shape.experts_used) * own
+
+
+def _batch_factor(form: WeightType, rows: float) -> float:
+    """Time of a product with so many rows over that with one."""
+    fixed, slope = BATCH_COST[form]
+    factor = max(1.0, fixed + slope * rows)
+    return min(factor, FLOAT32_MOST) if form == "float32" else factor
 
 
 def _across_s(

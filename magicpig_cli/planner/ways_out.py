@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations
 
-from magicpig_cli.config import Settings
+from magicpig_cli.config import DEFAULT_LOCAL, DEFAULT_SINK, Settings
 from magicpig_cli.errors import MagicpigError
 from magicpig_cli.hardware import Hardware
-from magicpig_cli.model.shape import ModelShape
+from magicpig_cli.model.shape import ModelShape, read_dtype
 from magicpig_cli.planner.plan import Plan
 from magicpig_cli.units import format_bytes, format_count
 
@@ -43,22 +43,27 @@ def _works(fits: Fits, hardware: Hardware, shape: ModelShape, settings: Settings
 
 
 def _changes(fits: Fits, hardware: Hardware, shape: ModelShape, settings: Settings) -> Iterator[tuple[str, Settings]]:
-    """(what to type, settings that it makes): a shorter context, one option, then two options together."""
+    """(what to type, settings that it makes): a shorter context, one option, two of them, an option and a context."""
     shorter = _shorter(fits, hardware, shape, settings)
     if shorter is not None:
         yield f"-c {shorter}", replace(settings, context=shorter)
-    options = list(_options(hardware, settings))
+    options = list(_options(hardware, shape, settings))
     for text, change in options:
         yield text, change(settings)
     working = {text for text, change in options if _works(fits, hardware, shape, change(settings))}
     for (first, one), (second, other) in combinations(options, 2):
         if not working & {first, second} and first.split()[0] != second.split()[0]:
             yield f"{first} {second}", other(one(settings))
+    if shorter is None:
+        for text, change in options:
+            changed = change(settings)
+            if text not in working and (context := _shorter(fits, hardware, shape, changed)) is not None:
+                yield f"{text} -c {context}", replace(changed, context=context)
 
 
 def _shorter(fits: Fits, hardware: Hardware, shape: ModelShape, settings: Settings) -> int | None:
     """The longest context that fits with everything else as it is."""
-    longest = min(settings.context or shape.context, shape.context)
+    longest = settings.context or shape.context  # beyond the model's own only where that was allowed
     try:
         found = fits(hardware, replace(settings, context=None), replace(shape, context=longest)).context
     except MagicpigError:
@@ -67,16 +72,14 @@ def _shorter(fits: Fits, hardware: Hardware, shape: ModelShape, settings: Settin
     return rounded if rounded >= SHORTEST_CONTEXT else None
 
 
-def _options(hardware: Hardware, settings: Settings) -> Iterator[_Change]:
+def _options(hardware: Hardware, shape: ModelShape, settings: Settings) -> Iterator[_Change]:
     """Options that take less memory than what was asked for, the ones that cost least first."""
     attention, model = settings.attention, settings.model
-    on_gpu = model.device.startswith("cuda") or (model.device == "auto" and bool(hardware.gpus))
-    if not on_gpu and model.quantize == "none":
-        if model.dtype == "float32":
-            yield "--dtype bfloat16", lambda s: replace(s, model=replace(s.model, dtype="bfloat16"))
-        yield "--quantize int8", lambda s: replace(s, model=replace(s.model, quantize="int8"))
-    if on_gpu and model.dtype == "float32":
+    on_gpu = hardware.gpu_of(model.device) is not None
+    if model.quantize == "none" and read_dtype(model.dtype, shape.dtype, on_gpu=on_gpu) == "float32":
         yield "--dtype bfloat16", lambda s: replace(s, model=replace(s.model, dtype="bfloat16"))
+    if not on_gpu and model.quantize == "none":
+        yield "--quantize int8", lambda s: replace(s, model=replace(s.model, quantize="int8"))
     if attention.K is not None or attention.L is not None:
         yield "-K 8 -L 75", lambda s: replace(s, attention=replace(s.attention, K=8, L=75))
     if attention.kv_dtype != "int8":
@@ -85,8 +88,8 @@ def _options(hardware: Hardware, settings: Settings) -> Iterator[_Change]:
         yield "--attention exact", lambda s: replace(s, attention=replace(s.attention, mode="exact"))
     if attention.local is not None or attention.sink is not None:
         yield (
-            "the default --sink and --local",
-            lambda s: replace(s, attention=replace(s.attention, sink=None, local=None)),
+            f"--sink {DEFAULT_SINK} --local {DEFAULT_LOCAL}",
+            lambda s: replace(s, attention=replace(s.attention, sink=DEFAULT_SINK, local=DEFAULT_LOCAL)),
         )
     if on_gpu:
         yield "--device cpu", lambda s: replace(s, model=replace(s.model, device="cpu"))

@@ -40,7 +40,7 @@ def matches(match: Match, hardware: Hardware, on_gpu: bool, gpu: Gpu | None, mod
         return False
     if match.model is not None and match.model != model_name:
         return False
-    if match.cpu_model is not None and not _contains(hardware.cpu_model, match.cpu_model):
+    if match.cpu_model is not None and not contains(hardware.cpu_model, match.cpu_model):
         return False
     if match.gpu_name is None and match.gpu_memory_min is None and match.gpu_memory_max is None:
         return True
@@ -48,7 +48,7 @@ def matches(match: Match, hardware: Hardware, on_gpu: bool, gpu: Gpu | None, mod
 
 
 def _gpu_matches(match: Match, gpu: Gpu) -> bool:
-    if match.gpu_name is not None and not _contains(gpu.name, match.gpu_name):
+    if match.gpu_name is not None and not contains(gpu.name, match.gpu_name):
         return False
     if match.gpu_memory_min is not None and gpu.total_bytes < match.gpu_memory_min:
         return False
@@ -56,14 +56,17 @@ def _gpu_matches(match: Match, gpu: Gpu) -> bool:
 
 
 def _words(name: str) -> list[str]:
-    """`NVIDIA A100-SXM4-80GB` → nvidia, a100, sxm4, 80gb: whole words, so that A100 is not found in A1000."""
-    return re.findall(r"[^\W_]+", name.lower())
+    """`NVIDIA A100-SXM4-80GB` → nvidia, a100, sxm4, 80gb: whole words, so that A100 is not found in A1000.
+
+    Four digits are a word of their own: `rtx4090` is RTX 4090.
+    """
+    return re.findall(r"[a-z]+(?=\d{4})|[^\W_]+", name.lower())
 
 
-def _contains(name: str, wanted: str) -> bool:
-    """Whether the words of `wanted` follow each other in `name`."""
+def contains(name: str, wanted: str) -> bool:
+    """Whether the words of `wanted`, any at all, follow each other in the name of a device."""
     words, part = _words(name), _words(wanted)
-    return any(words[i : i + len(part)] == part for i in range(len(words) - len(part) + 1))
+    return bool(part) and any(words[i : i + len(part)] == part for i in range(len(words) - len(part) + 1))
 
 
 def _specificity(match: Match) -> tuple[int, int, int, int]:

@@ -1,7 +1,7 @@
 """Captures kept for the next run: a folder of safetensors files in the cache directory, one per layer.
 
 A folder appears under its name when all of it is written, so an interrupt leaves nothing that could be mistaken for
-one. The newest are kept, up to a number of bytes.
+one. The newest are kept, up to a number of bytes. Only their owner can read them: they hold what the text says.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +24,10 @@ from magicpig_cli.model.loader import cache_folder
 from magicpig_cli.tuning.capture import Capture, depths
 
 KEPT_BYTES = 8 << 30  # of all captures together
+_RUN_CAPTURES = 2  # of one run, both its texts: each gets its share, or they would drive out one another
 _DISK_SHARE = 4  # a capture takes at most one part in so many of the free disk
+_UNFINISHED = "unfinished-"
+_ABANDONED_S = 24 * 3600.0  # an unfinished one that is older is of a process that was killed
 _ABOUT = "about.json"
 _SAMPLED_VALUES = 64  # of each tensor's beginning and end, for the fingerprint of the weights
 
@@ -88,11 +92,11 @@ def save(key: str, capture: Capture) -> int | None:
     place = folder() / key
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        if size > min(KEPT_BYTES, shutil.disk_usage(place.parent).free // _DISK_SHARE):
+        if size > min(KEPT_BYTES // _RUN_CAPTURES, shutil.disk_usage(place.parent).free // _DISK_SHARE):
             return None
-        with tempfile.TemporaryDirectory(dir=place.parent, prefix="unfinished-", ignore_cleanup_errors=True) as made:
+        with tempfile.TemporaryDirectory(dir=place.parent, prefix=_UNFINISHED, ignore_cleanup_errors=True) as made:
             whole = Path(made) / key
-            whole.mkdir()
+            whole.mkdir(mode=0o700)
             _write(whole, capture)
             if place.exists():  # of another version, or damaged
                 shutil.rmtree(place)
@@ -129,7 +133,10 @@ def _file(number: int) -> str:
 
 
 def _prune(newest: Path) -> None:
-    """Drop the oldest captures beyond KEPT_BYTES. Those that another process is writing are left alone."""
+    """Drop the oldest captures beyond KEPT_BYTES, and what killed processes left, not what others are writing now."""
+    for place in newest.parent.glob(f"{_UNFINISHED}*"):
+        if time.time() - place.stat().st_mtime > _ABANDONED_S:
+            shutil.rmtree(place, ignore_errors=True)
     places = [place for place in newest.parent.iterdir() if (place / _ABOUT).is_file()]
     places.sort(key=lambda place: place.stat().st_mtime, reverse=True)
     kept = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -197,7 +198,7 @@ def verdict(engine: Engine, tuned: Tuned, profile: str | None) -> list[str]:
         if profile
         else (f" -K {chosen.K} -L {chosen.L} --dense-layers {','.join(map(str, chosen.dense_layers)) or 'none'}")
     )
-    return [*lines, f"magicpig chat -m {engine.settings.model.model}{named}"]
+    return [*lines, f"magicpig chat -m {shlex.quote(engine.settings.model.model)}{named}"]
 
 
 def _advice(tuned: Tuned) -> str:

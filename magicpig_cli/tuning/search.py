@@ -77,6 +77,30 @@ class _Predictions:
     ms: Floats
 
 
+def fitting(plan: Plan, context: int, goal: Goal, grid: Grid) -> dict[Size, int]:
+    """Bytes of the index of one sequence for each pair whose index fits; raises MemoryBudgetError if none does.
+
+    The plan's dense layers are the only ones: none that the search adds.
+    """
+    needs: dict[Size, int] = {}
+    fit: dict[Size, int] = {}
+    limit = goal.memory_bytes
+    for size in grid.sizes:
+        sampling = sampling_plan(plan, *size, plan.dense_layers)
+        needs[size] = sampling.index_bytes(context)
+        if (limit is None or needs[size] <= limit) and sampling.sequence_bytes(context) <= plan.budget_bytes:
+            fit[size] = needs[size]
+    if not fit:
+        (K, L), least = min(needs.items(), key=lambda item: item[1])
+        raise MemoryBudgetError(
+            f"no pair of the grid fits: K={K} L={L} needs {format_bytes(least)} of tables for {context:,} tokens, "
+            + (f"--memory allows {format_bytes(limit)}" if limit is not None and limit < least else
+               f"and {format_bytes(plan.budget_bytes)} are free for rows and tables"),
+            hint="a smaller L in --grid, a shorter -c" + ("" if limit is None else ", or a larger --memory"),
+        )  # fmt: skip
+    return fit
+
+
 @dataclass
 class Search:
     """Predictions for a grid, corrected by what has been measured so far."""
@@ -95,35 +119,11 @@ class Search:
         self._layers = list(self.angles)
         self._keys = np.array([total(depths).keys.sum() for depths in self.angles.values()])
 
-    @property
-    def always_dense(self) -> tuple[int, ...]:
-        return tuple(layer for layer in self.plan.dense_layers if layer not in self.angles)
-
-    def predict(self, grid: Grid) -> None:
-        """Take in all pairs whose index fits. Raises MemoryBudgetError if none does."""
-        needs: dict[Size, int] = {}
-        for K, L in grid.sizes:
-            plan = sampling_plan(self.plan, K, L, self.always_dense)
-            needs[K, L] = plan.index_bytes(self.context)
-            if not self._fits(plan):
-                continue
-            self._predicted[K, L] = self._predict(K, L, needs[K, L])
+    def predict(self, index_bytes: Mapping[Size, int]) -> None:
+        """Take in these pairs, those of `fitting`."""
+        for (K, L), needed in index_bytes.items():
+            self._predicted[K, L] = self._predict(K, L, needed)
         self.sizes = list(self._predicted)
-        if not self.sizes:
-            (K, L), least = min(needs.items(), key=lambda item: item[1])
-            limit = self.goal.memory_bytes
-            raise MemoryBudgetError(
-                f"no pair of the grid fits: K={K} L={L} needs {format_bytes(least)} of tables for {self.context:,} "
-                f"tokens, "
-                + (f"--memory allows {format_bytes(limit)}" if limit is not None and limit < least else
-                   f"and {format_bytes(self.plan.budget_bytes)} are free for rows and tables"),
-                hint="a smaller L in --grid, a shorter -c" + ("" if limit is None else ", or a larger --memory"),
-            )  # fmt: skip
-
-    def _fits(self, plan: Plan) -> bool:
-        limit = self.goal.memory_bytes
-        in_limit = limit is None or plan.index_bytes(self.context) <= limit
-        return in_limit and plan.sequence_bytes(self.context) <= plan.budget_bytes
 
     def _predict(self, K: int, L: int, index_bytes: int) -> _Predictions:
         curve = TableCurve.of(K, L)
@@ -171,7 +171,7 @@ class Search:
             expected[self._layers.index(layer)] = quality.error
         chosen = self._more_dense(expected, predicted.ms)
         kept = [i for i in range(len(self._layers)) if i not in chosen]
-        dense = tuple(sorted((*self.always_dense, *(self._layers[i] for i in chosen))))
+        dense = tuple(sorted((*self.plan.dense_layers, *(self._layers[i] for i in chosen))))
         exact = self.plan.shape.layers - len(kept)
         plan = sampling_plan(self.plan, *size, dense)
         return Candidate(

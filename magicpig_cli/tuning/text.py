@@ -31,7 +31,7 @@ def split_text(codec: ChatCodec, text: str, source: str, context: int) -> Texts:
     if len(body) < length:
         raise UsageError(
             f"{source} has {len(body):,} tokens, and tuning for a context of {context:,} needs as many as that",
-            hint=f"a longer --text, or -c {len(body) + len(opening):,}".replace(",", "") if body else "--text FILE",
+            hint=f"a longer --text, or -c {len(body) + len(opening)}" if body else "a --text FILE with text in it",
         )
     half = min(length, len(body) // 2)
     tuning, held_out = body[:half], body[half : half + length]

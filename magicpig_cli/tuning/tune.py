@@ -10,13 +10,14 @@ import numpy as np
 
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.engine.recording import ExactStep
+from magicpig_cli.errors import UsageError
 from magicpig_cli.hardware import Speeds
 from magicpig_cli.tuning import kept
 from magicpig_cli.tuning.angles import Angles, measure_angles
 from magicpig_cli.tuning.capture import STEPS, Capture, baseline, capture
 from magicpig_cli.tuning.cost import CostModel
 from magicpig_cli.tuning.grid import Grid
-from magicpig_cli.tuning.search import Candidate, Goal, Search, pareto
+from magicpig_cli.tuning.search import Candidate, Goal, Search, fitting, pareto
 from magicpig_cli.tuning.steps import TIMED_STEPS, sampling_plan, time_steps
 from magicpig_cli.tuning.text import Texts
 from magicpig_cli.tuning.verify import LayerQuality, Quality, Replay
@@ -100,10 +101,19 @@ def tune(
 ) -> Generator[Working | Notice, None, Tuned]:
     """Choose a pair of the grid for this model, machine and goal. The engine's plan must be exact.
 
-    Raises ContextError (never sampled) or MemoryBudgetError (no pair fits).
+    Raises UsageError (no layer to sample), ContextError (never sampled) or MemoryBudgetError (no pair fits), all of
+    them before anything is read.
     """
+    layers = _layers_to_sample(engine)
+    sizes = fitting(engine.plan, context, goal, grid)
     material = yield from _material(engine, texts.tuning, "reading the text")
-    trial = yield from _predict(engine, material, context, goal, grid, speeds)
+    angles = yield from _measured_angles(material, layers)
+    yield Working("timing exact steps", 0, 0)
+    exact = baseline(engine, material, TIMED_STEPS)
+    cost = CostModel.of(engine.plan, speeds, material.offloaded[-1], exact)
+    search = Search(engine.plan, context, goal, angles, cost)
+    search.predict(sizes)
+    trial = Trial(engine, material, search)
     verified = yield from trial.choose()
     lengths = material.lengths
     del material, trial.capture  # before the rows of the other text come
@@ -137,27 +147,37 @@ def _material(engine: Engine, ids: list[int], what: str) -> Generator[Working | 
             break
         yield Working(what, progress.done, progress.total)
     size = kept.save(key, made)
-    told = "too large to be kept" if size is None else f"{format_bytes(size)} kept in {kept.folder() / key}"
+    told = (
+        "not kept: too large, or the disk did not take them"
+        if size is None
+        else f"{format_bytes(size)} kept in {kept.folder() / key}"
+    )
     yield Notice(f"queries, keys and values for the next run: {told}")
     return made
 
 
-def _predict(
-    engine: Engine, material: Capture, context: int, goal: Goal, grid: Grid, speeds: Speeds
-) -> Generator[Working | Notice, None, Trial]:
-    """Predictions of the whole grid, and what an exact step takes."""
-    layers = [layer for layer in engine.shape.full_layers if layer not in engine.plan.dense_layers]
+def _layers_to_sample(engine: Engine) -> list[int]:
+    """Layers that may be sampled. Raises UsageError if there are none."""
+    full, dense = engine.shape.full_layers, engine.plan.dense_layers
+    layers = [layer for layer in full if layer not in dense]
+    if not layers:
+        raise UsageError(
+            f"no layer is left to sample: of {engine.shape.layers}, {engine.shape.layers - len(full)} have a sliding "
+            f"window and the others are dense",
+            hint="--dense-layers 0" if len(full) > 1 else "this model gains nothing from sampling",
+        )
+    return layers
+
+
+def _measured_angles(
+    material: Capture, layers: SequenceOf[int]
+) -> Generator[Working | Notice, None, dict[int, list[Angles]]]:
+    """What all predictions are made of, by layer and depth."""
     angles: dict[int, list[Angles]] = {}
     for done, layer in enumerate(layers):
         yield Working("predicting", done, len(layers))
         angles[layer] = measure_angles(material, material.layer(layer))
-    yield Working("timing exact steps", 0, 0)
-    exact = baseline(engine, material, TIMED_STEPS)
-    search = Search(
-        engine.plan, context, goal, angles, CostModel.of(engine.plan, speeds, material.offloaded[-1], exact)
-    )  # fmt: skip
-    search.predict(grid)
-    return Trial(engine, material, search)
+    return angles
 
 
 def _replayed(
@@ -221,6 +241,7 @@ class Trial:
         search.room = 1 + _ROOM * search.goal.value(quality.error_deviation, quality.ratio_deviation)
 
     def calibration(self, verified: SequenceOf[Candidate]) -> float:
-        """Measured / predicted error, the geometric mean."""
-        logs = [np.log(self.measured[key_of(c)].quality.error / c.error) for c in verified]
-        return float(np.exp(np.mean(logs)))
+        """Measured / predicted error, the geometric mean; 1 where tables sample everything and both are 0."""
+        pairs = [(self.measured[key_of(c)].quality.error, c.error) for c in verified]
+        logs = [np.log(measured / predicted) for measured, predicted in pairs if measured > 0 and predicted > 0]
+        return float(np.exp(np.mean(logs))) if logs else 1.0

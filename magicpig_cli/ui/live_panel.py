@@ -27,7 +27,7 @@ from magicpig_cli.ui.live_state import LiveState, Slot, Work
 from magicpig_cli.units import format_bytes, format_seconds
 
 ROWS = 7
-MIN_WIDTH, MAX_WIDTH = 20, 80  # all has its place; a wider frame would be wrapped by more resizes (decision 008)
+MIN_WIDTH, MAX_WIDTH = 20, 80  # all has its place; a wider frame would be wrapped by more resizes (decision 009)
 _FRAME_CELLS = 4  # border and padding at both sides
 _GAP = 2
 _CALM = 1.5  # steps that differ by less than this factor do not fill the height of the sparkline

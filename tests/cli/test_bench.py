@@ -249,6 +249,24 @@ def test_rows_before_a_failure_are_not_lost(bench, tmp_path, monkeypatch, proble
     assert json.loads((tmp_path / "o.json").read_text())["meta"]["complete"] is False
 
 
+def test_a_pipe_gets_one_document_although_a_file_is_kept_row_by_row(model):
+    command = [
+        sys.executable,
+        "-m",
+        "magicpig_cli",
+        "bench",
+        *model,
+        *FEW,
+        "--contexts",
+        "512,1k",
+        "--output-format",
+        "json",
+    ]
+    done = subprocess.run([*command, "--output", "/dev/stdout"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["rows"]) == 4
+
+
 def test_a_failure_before_any_row_leaves_the_old_file(bench, tmp_path, monkeypatch):
     broken_at(monkeypatch, 512, MemoryError())
     (tmp_path / "o.json").write_text("old")

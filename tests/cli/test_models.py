@@ -188,3 +188,12 @@ def test_the_list_holds_what_can_run(tmp_path):
     assert listed["org/complete"]["family"] == "qwen3"
     assert listed["org/complete"]["context"] == 32_768
     assert "org/masked" in done.stderr  # -v says why not
+
+
+def test_a_gpu_that_is_assumed_or_meant_must_be_one(tmp_path, capsys):
+    model = folder(tmp_path / "llama", "llama", **SMALL)
+    assert app.run(["models", "check", model, "--assume-gpu", "RTX 4090", "--device", "cpu"]) == 2
+    assert "--device cpu" in capsys.readouterr().err
+    code, report = check(capsys, model, "--assume-gpu", "RTX 4090", "--device", "cuda:1")
+    assert (code, report["plan"]) == (1, [])
+    assert "cuda:0 is NVIDIA GeForce RTX 4090" in report["problem"]

@@ -55,6 +55,7 @@ def magicpig(home: dict[str, str], *arguments: str) -> subprocess.CompletedProce
         (["--grid", "K=8-12"], "K=8-12 is neither a number nor a range"),
         (["--grid", "K=8..20"], "K=8..20 is not between 1 and 16"),
         (["--text", "/nowhere/a.txt"], "cannot read /nowhere/a.txt: No such file"),
+        (["--text", "~nobody-here/a.txt"], "cannot read ~nobody-here/a.txt: "),
         (["--text", "/"], "cannot read /: Is a directory"),
         (["--save-profile", "../mine"], "'../mine' is not a profile's name"),
         (["--attention", "lsh"], "No such option"),

@@ -13,6 +13,7 @@ from magicpig_cli.errors import UsageError
 from magicpig_cli.hardware import Gpu, Hardware
 from magicpig_cli.planning import profile_for
 from magicpig_cli.profiles import BUILT_IN, Match, Profile
+from magicpig_cli.profiles.choice import contains
 
 GIB = 1 << 30
 LAPTOP = Hardware(
@@ -46,6 +47,23 @@ def test_a_gpu_that_torch_does_not_see_has_none():
     profile, reason = profiles.choose(LAPTOP, on_gpu=True, gpu_index=0)
     assert profile is BUILT_IN
     assert reason == "no profile is for this machine"
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "found"),
+    [
+        ("NVIDIA GeForce RTX 4090", "rtx4090", True),
+        ("NVIDIA GeForce RTX 4090", "RTX 409", False),
+        ("NVIDIA A100-SXM4-80GB", "A100", True),
+        ("NVIDIA RTX A1000", "A100", False),
+        ("NVIDIA RTX A1000", "rtx a1000", True),
+        ("AMD EPYC 7763 64-Core Processor", "EPYC7763", True),
+        ("NVIDIA L40S", "L40", False),
+        ("NVIDIA L4", "-", False),
+    ],
+)
+def test_words_of_a_name(name, wanted, found):
+    assert contains(name, wanted) == found
 
 
 def test_a_user_s_rule_wins_even_if_it_says_less():

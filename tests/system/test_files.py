@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from magicpig_cli.files import refuse_unwritable, replace_file
+from magicpig_cli.files import is_stream, refuse_unwritable, replace_file
 
 
 def test_content_is_replaced_and_nothing_is_left_beside_it(tmp_path):
@@ -55,6 +55,32 @@ def test_a_device_and_a_pipe_are_written_in_place(tmp_path):
     replace_file(tmp_path / "pipe", b"through")
     reader.join()
     assert read == [b"through"]
+
+
+def test_asking_is_not_the_end_of_a_pipe(tmp_path):
+    """Its reader is there already and must still be there for the content."""
+    os.mkfifo(tmp_path / "pipe")
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_bytes()))
+    reader.start()
+    refuse_unwritable(tmp_path / "pipe")
+    reader.join(0.2)
+    assert reader.is_alive()
+    replace_file(tmp_path / "pipe", b"through")
+    reader.join()
+    assert read == [b"through"]
+
+
+def test_a_pipe_without_a_name_is_written_to():
+    """`/dev/stdout` in front of a pipe, or `>(program)`: the link leads to no path."""
+    reading, writing = os.pipe()
+    path = Path(f"/dev/fd/{writing}")
+    assert is_stream(path)
+    refuse_unwritable(path)
+    replace_file(path, b"through")
+    os.close(writing)
+    with open(reading, "rb") as reader:
+        assert reader.read() == b"through"
 
 
 def test_asking_leaves_no_trace(tmp_path):

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from magicpig_cli.config import JOINED_ROWS, TAIL_ROOM, TAIL_ROWS, AttentionOptions, ModelOptions, Settings
-from magicpig_cli.errors import ContextError, MemoryBudgetError, UsageError
+from magicpig_cli.errors import ContextError, MemoryBudgetError, ModelError, UsageError
 from magicpig_cli.hardware import Gpu, Hardware
 from magicpig_cli.kernels import MAX_SEGMENT_ROWS
 from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.planner import most_segments, plan
+from magicpig_cli.planner.memory import reserved_host
 from magicpig_cli.profiles import BUILT_IN
 
 GIB = 1 << 30
@@ -282,6 +283,11 @@ def test_experts_of_a_mixture_stay_float32():
     mixture = replace(LLAMA_8B, expert_params=5_000_000_000)
     chosen = plan(DESKTOP, mixture, settings(quantize="int8"))
     assert chosen.weights_bytes == 3_030_261_248 + 4 * 5_000_000_000
+    weights = reserved_host(replace(chosen, shape=replace(mixture, int8_extra_bytes=7)), 1)[0]
+    assert weights.formula == (
+        "3,030,261,248 values as int8 + 7 B of scales and of what int8 cannot take"
+        " + 5,000,000,000 of experts as float32"
+    )
 
 
 def test_int8_is_refused_on_a_gpu():
@@ -305,6 +311,19 @@ def test_weights_on_a_gpu_leave_host_memory_to_sequences():
     assert chosen.weights_bytes == 0
     assert chosen.budget_bytes == 109 * GIB
     assert plan(replace(DESKTOP, gpus=(card,)), LLAMA_8B, settings(device="cpu")).weights_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "words"),
+    [
+        ((), "cuda", "--device cuda: there is no such GPU here"),
+        ((Gpu(0, "Some GPU", 24 * GIB, 23 * GIB),), "cuda:1", "--device cuda:1: .*; cuda:0 is Some GPU"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_refused(gpus, device, words):
+    with pytest.raises(ModelError, match=words) as caught:
+        plan(replace(DESKTOP, gpus=gpus), LLAMA_8B, settings(device=device))
+    assert "--device auto" in caught.value.hint
 
 
 def test_weights_larger_than_the_gpu_are_refused():

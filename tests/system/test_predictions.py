@@ -140,6 +140,18 @@ def test_weights_that_are_only_looked_up_are_not_multiplied():
     assert [mixture.step_params(batch) for batch in (1, 2, 4, 9)] == [4000, 6000, 10_000, 10_000]
 
 
+def test_experts_are_multiplied_as_float32_whatever_the_others_are():
+    mixture = replace(LLAMA_8B, expert_params=4_000_000_000, experts_used=0.25, dtype="bfloat16")
+    rest = replace(mixture, params=mixture.params - mixture.expert_params, expert_params=0)
+    rate = SPEEDS.product_bytes_s["float32"]
+    for batch, used in ((1, 0.25), (2, 0.5), (4, 1.0), (8, 1.0)):
+        both, without = (
+            predict(planned(shape, mode="exact"), 1, batch).stages_ms["other"] for shape in (mixture, rest)
+        )
+        rows = max(1.0, 0.55 + 0.45 * batch * 0.25)  # of one expert
+        assert both - without == pytest.approx(1e3 * rows * used * 4_000_000_000 * 4 / rate)
+
+
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
 def test_products_of_a_batch_never_take_less_than_of_one_sequence(form):
     chosen = replace(planned(mode="exact"), weight_type=form)

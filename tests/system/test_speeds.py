@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from magicpig_cli import hardware, planning, speeds
+from magicpig_cli.cards import assumed
 from magicpig_cli.config import ModelOptions, Settings
 from magicpig_cli.errors import MemoryBudgetError, UsageError
 from magicpig_cli.gpus import Gpu
@@ -252,6 +253,17 @@ def test_on_a_machine_that_is_never_idle_the_best_of_a_few_is_kept(meter, monkey
     assert meter.times == MAX_TRIES
 
 
+def test_copies_for_which_a_gpu_had_no_room_are_measured_again(meter, monkeypatch):
+    copied = replace(FOUND, host_to_device_bytes_s=20e9, device_to_host_bytes_s=10e9, cpu_share=0.9)
+    meter.results = [FOUND, copied, FOUND]
+    up = []
+    for _ in range(4):
+        new_process(monkeypatch)
+        up.append(ask(gpu=CARD).host_to_device_bytes_s)
+    assert up == [None, 20e9, 20e9, 20e9]
+    assert meter.times == 2
+
+
 def _one_of_many(folder: Path, started, results) -> None:
     def measure(*_: object) -> Speeds:
         results.put("measured")
@@ -338,3 +350,12 @@ def test_copies_are_measured_to_the_gpu_that_is_meant(meter, monkeypatch, device
     machine = replace(MACHINE, gpus=(CARD, replace(CARD, index=1)))
     planning.speeds_here(machine, 8, device, None)
     assert seen == [wanted]
+
+
+def test_copies_to_the_card_that_is_here_say_nothing_about_an_assumed_one(here, meter, monkeypatch):
+    copies = replace(FOUND, host_to_device_bytes_s=20e9, device_to_host_bytes_s=10e9)
+    monkeypatch.setattr(speeds, "load_or_measure", lambda *_, **__: copies)
+    monkeypatch.setattr(hardware, "probe", lambda: replace(MACHINE, gpus=(CARD,)))
+    planning.plan_here(SMOL, Settings())
+    planning.plan_here(SMOL, Settings(), assume=lambda machine: assumed(machine, "RTX 4090", None))
+    assert here[1::2] == [copies, replace(copies, host_to_device_bytes_s=None, device_to_host_bytes_s=None)]

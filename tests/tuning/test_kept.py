@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
 
 import pytest
@@ -111,6 +112,26 @@ def test_the_newest_are_kept_up_to_a_size(engine, captured, monkeypatch):
     assert load(engine, "c") is not None  # used: now the newest
     kept.save("e", captured)
     assert sorted(place.name for place in kept.folder().iterdir()) == ["c", "e"]
+
+
+def test_nobody_else_can_read_what_a_text_was_made_into(captured):
+    kept.save("one", captured)
+    assert (kept.folder() / "one").stat().st_mode & 0o077 == 0
+
+
+def test_what_a_killed_process_left_goes_in_time(captured):
+    for name, age_s in (("unfinished-old", 2 * 86400), ("unfinished-now", 60)):
+        (kept.folder() / name / "key").mkdir(parents=True)
+        os.utime(kept.folder() / name, (time.time() - age_s,) * 2)
+    kept.save("one", captured)
+    assert sorted(place.name for place in kept.folder().iterdir()) == ["one", "unfinished-now"]
+
+
+def test_the_two_texts_of_a_run_do_not_drive_out_each_other(captured, monkeypatch):
+    size = kept.save("one", captured)
+    monkeypatch.setattr(kept, "KEPT_BYTES", int(1.9 * size))
+    assert kept.save("two", captured) is None
+    assert [place.name for place in kept.folder().iterdir()] == ["one"]
 
 
 def test_what_is_too_large_or_cannot_be_written_is_not_kept(captured, monkeypatch, own_cache):

@@ -15,7 +15,7 @@ from magicpig_cli.errors import MemoryBudgetError
 from magicpig_cli.tuning.angles import TableCurve, measure_angles, total
 from magicpig_cli.tuning.cost import CostModel
 from magicpig_cli.tuning.grid import parse_grid
-from magicpig_cli.tuning.search import Candidate, Goal, Search, pareto
+from magicpig_cli.tuning.search import Candidate, Goal, Search, fitting, pareto
 from magicpig_cli.tuning.steps import sampling_plan
 from magicpig_cli.tuning.verify import LayerQuality
 from tests.conftest import STEADY_SPEEDS
@@ -52,7 +52,7 @@ def make_search(engine, captured, angles):
     def make(error=None, ratio=None, memory=None, plan=engine.plan, exact_ms=6.0, layers=angles) -> Search:
         cost = CostModel.of(plan, STEADY_SPEEDS, captured.offloaded[-1], ExactStep(10.0, exact_ms))
         search = Search(plan, CONTEXT, Goal(error, ratio, memory), layers, cost)
-        search.predict(GRID)
+        search.predict(fitting(plan, CONTEXT, search.goal, GRID))
         return search
 
     return make

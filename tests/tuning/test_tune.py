@@ -9,6 +9,7 @@ import pytest
 
 from magicpig_cli import profiles
 from magicpig_cli.engine.runner import ModelRunner
+from magicpig_cli.errors import MagicpigError
 from magicpig_cli.hardware import probe
 from magicpig_cli.tuning import report
 from magicpig_cli.tuning import tune as tuning
@@ -99,6 +100,27 @@ def test_measuring_is_bounded(engine, monkeypatch):
 def test_one_pair_alone(engine):
     tuned, _ = run(engine, Goal(error=0.2, ratio=None), parse_grid("K=6,L=40"))
     assert [c.size for c in tuned.verified] == [(6, 40)]
+
+
+def test_tables_that_sample_every_key_leave_nothing_to_calibrate(engine):
+    tuned, _ = run(engine, Goal(error=0.2, ratio=None), parse_grid("K=1,L=1000"))
+    assert (tuned.chosen.error, tuned.held_out.ratio) == (0.0, 1.0)
+    assert tuned.calibration == 1.0
+    assert tuned.met
+
+
+@pytest.mark.parametrize(
+    ("attention", "goal", "says"),
+    [
+        ({"dense_layers": (0, 1, 2)}, Goal(error=0.2, ratio=None), "no layer is left to sample: of 3, 0 have"),
+        ({}, Goal(error=0.2, ratio=None, memory_bytes=1000), "no pair of the grid fits"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_before_anything_is_read(make_engine, monkeypatch, attention, goal, says):
+    monkeypatch.setattr(ModelRunner, "prefill", lambda *_: pytest.fail("the text was read"))
+    with pytest.raises(MagicpigError, match=says) as caught:
+        run(make_engine(**attention), goal)
+    assert caught.value.hint
 
 
 def test_documents(engine):
