@@ -218,7 +218,7 @@ def test_no_colours_and_no_more_columns_than_asked_for(start, terminal):
 
 
 def test_a_batch_shows_slots_and_lines_and_writes_the_same_records(start, terminal, tmp_path):
-    lines = [{"id": f"q{n}", "prompt": "word " * (20 * n + 1), "max_tokens": 150} for n in range(6)]
+    lines = [{"id": f"q{n}", "prompt": "word " * (20 * n + 1), "max_tokens": 1500} for n in range(6)]
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{bad\n")
     process = start("batch", str(source), "--batch-size", "3", "--temperature", "0")
