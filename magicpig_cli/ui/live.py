@@ -272,9 +272,9 @@ def _frame_maker(state: LiveState, out: TextIO) -> Frame:
 
 @contextlib.contextmanager
 def _handling(name: str, handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """While inside, a signal goes there; where there is no such signal, or somebody ignores it, nothing changes."""
+    """While inside, a signal goes there; where there is none, or it has a handler or is ignored, all stays."""
     number: Any = getattr(signal, name, None)
-    if number is None or signal.getsignal(number) not in (signal.SIG_DFL, None):
+    if number is None or signal.getsignal(number) != signal.SIG_DFL:  # None: a handler that Python cannot put back
         yield
         return
     try:

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from magicpig_cli.cli import app, bench
-from magicpig_cli.ui import console, loading
+from magicpig_cli.ui import console, live, loading
 from magicpig_cli.ui.live_panel import MAX_WIDTH
 from tests.ui.emulator import Emulator
 
@@ -271,3 +272,11 @@ def test_the_option_comes_from_the_configuration_too(monkeypatch, tmp_path):
     monkeypatch.setenv("MAGICPIG_NO_LIVE", "0")
     assert app.run(["bench"]) == 0
     assert seen == [True, False, True]
+
+
+def test_a_handler_that_python_cannot_put_back_is_left_alone(monkeypatch):
+    """Another program that embeds this one may have installed it."""
+    monkeypatch.setattr(signal, "getsignal", lambda _number: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: pytest.fail("it was replaced"))
+    with live._handling("SIGWINCH", lambda *_: None):
+        pass
