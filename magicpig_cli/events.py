@@ -20,6 +20,15 @@ class LoadProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class Working:
+    """A long piece of measuring or tuning: `done` of `total` tokens, layers, steps or rounds of `what`."""
+
+    what: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillProgress:
     """Prompt tokens of one sequence processed so far, reused ones included."""
 

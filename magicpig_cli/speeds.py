@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
@@ -23,6 +22,7 @@ from typing import Any
 import platformdirs
 
 import magicpig_cli
+from magicpig_cli.files import replace_file
 from magicpig_cli.gpus import Gpu
 from magicpig_cli.hardware import Hardware, Speeds, cache_bytes
 
@@ -167,18 +167,10 @@ def _is_number(value: object) -> bool:
 
 def _write(path: Path, about: dict[str, Any], record: Record) -> None:
     """Put the file there in one piece, or not at all."""
-    temporary = None
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"facts": about, "tries": record.tries, "speeds": asdict(record.speeds)}, indent=1) + "\n"
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-            temporary = Path(file.name)
-            file.write(text)
-        os.replace(temporary, path)
-    except OSError:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+        replace_file(path, text.encode())
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from magicpig_cli.bench.layer_tensors import LayerTensors
-from magicpig_cli.corpus import natural_text
+from magicpig_cli.corpus import natural_text, repeat_ids
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.engine.recording import Queries, teacher_force
 
@@ -23,7 +23,8 @@ def capture(engine: Engine, length: int, layers: SequenceOf[int], steps: int, of
     give the queries. Rows are those of the prefilled tokens, all of them: [Hkv, length − steps, 2, D].
     """
     ids = engine.codec.encode_raw(natural_text())
-    ids = (ids[offset % len(ids) :] + ids * -(-length // len(ids)))[:length]
+    start = offset % len(ids)
+    ids = repeat_ids(ids[start:] + ids[:start], length)
     sequence = engine.new_sequence()
     for _ in engine.runner.prefill(sequence, ids[:-steps]):
         pass

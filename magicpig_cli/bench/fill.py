@@ -16,20 +16,12 @@ import torch
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.corpus import natural_text, repeat_ids
 from magicpig_cli.engine.engine import Engine
+from magicpig_cli.events import Working
 from magicpig_cli.kernels.memory import give_back_freed
 from magicpig_cli.model.rotary import RotaryShift
 
 FILL_LIMIT_S = 60.0  # a tiled fill prefills for at most this long; `auto` is real where that is enough
 _COPIED_ROWS = 1024  # at a time: a copy of a whole layer would be its size in memory beside it
-
-
-@dataclass(frozen=True, slots=True)
-class BenchProgress:
-    """What is being done: `done` of `total` tokens, layers or steps."""
-
-    what: str
-    done: int
-    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +50,7 @@ def fill_ids(engine: Engine, length: int) -> list[int]:
     return repeat_ids(engine.codec.encode_raw(natural_text()), length)
 
 
-def fill(engine: Engine, sequence: Sequence, length: int, kind: str) -> Generator[BenchProgress, None, Fill]:
+def fill(engine: Engine, sequence: Sequence, length: int, kind: str) -> Generator[Working, None, Fill]:
     """Bring an empty sequence to `length` tokens, its tables included, yielding progress.
 
     kind: real, tiled or auto.
@@ -78,21 +70,21 @@ def fill(engine: Engine, sequence: Sequence, length: int, kind: str) -> Generato
     return Fill("real" if prefilled == length else "tiled", prefilled, prefill_s, index_s, fresh)
 
 
-def _prefill(engine: Engine, sequence: Sequence, ids: list[int], kind: str) -> Iterator[BenchProgress]:
+def _prefill(engine: Engine, sequence: Sequence, ids: list[int], kind: str) -> Iterator[Working]:
     """Prefill all of ids; for the other kinds than `real` only until the time limit or the model's own context."""
     most = len(ids) if kind == "real" else min(len(ids), engine.shape.context)
     # Tables are built, and timed, apart from the prompt where nothing would be built beside the forward.
     mode = None if engine.runner.builds_beside_forward else "exact"
     begin = time.perf_counter()
     for done, _ in engine.runner.prefill(sequence, ids[:most], mode):
-        yield BenchProgress("prefilling", done, len(ids))
+        yield Working("prefilling", done, len(ids))
         spent = time.perf_counter() - begin
         predicted = spent / done * len(ids)  # too low, as attention grows; the limit still holds
         if (kind == "tiled" and spent > FILL_LIMIT_S) or (kind == "auto" and max(spent, predicted) > FILL_LIMIT_S):
             return
 
 
-def repeat_rows(sequence: Sequence, length: int, shift: RotaryShift) -> Iterator[BenchProgress]:
+def repeat_rows(sequence: Sequence, length: int, shift: RotaryShift) -> Iterator[Working]:
     """Extend every layer to `length` rows by repeating the rows it has, rotated to where they will stand."""
     base = sequence.length
     for number, layer in enumerate(sequence.layers):
@@ -102,7 +94,7 @@ def repeat_rows(sequence: Sequence, length: int, shift: RotaryShift) -> Iterator
             keys = shift.shift(rows[:, :, 0], by=turn * base)
             layer.extend(torch.stack([keys, rows[:, :, 1]], dim=2))
         give_back_freed()
-        yield BenchProgress("repeating rows", number + 1, len(sequence.layers))
+        yield Working("repeating rows", number + 1, len(sequence.layers))
     sequence.commit((sequence.ids * -(-length // base))[base:length])
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from magicpig_cli.bench.fill import BenchProgress, duplicate, fill
+from magicpig_cli.bench.fill import duplicate, fill
 from magicpig_cli.bench.rows import Case, Row, rows
 from magicpig_cli.bench.samples import Samples
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.engine.runner import Step
 from magicpig_cli.errors import MemoryBudgetError
-from magicpig_cli.events import StepStats
+from magicpig_cli.events import StepStats, Working
 
 WARMUP_TOKENS = 4
 ERROR_STEPS = 8  # extra steps, not timed, that also compute the exact result
@@ -46,7 +46,7 @@ class BenchStep:
     stats: StepStats
 
 
-def run_bench(engine: Engine, request: BenchRequest) -> Iterator[BenchProgress | BenchStep | Row]:
+def run_bench(engine: Engine, request: BenchRequest) -> Iterator[Working | BenchStep | Row]:
     """Yields progress, measured steps, and a row for each (context, batch size, mode), as in CLI.md's bench JSON.
 
     Raises MemoryBudgetError where memory runs out; rows that were yielded before stand.
@@ -84,7 +84,7 @@ def _memory_told(context: int, batch: int) -> Iterator[None]:
 
 def _measure(
     engine: Engine, request: BenchRequest, context: int, sequences: list[Sequence], samples: dict[str, Samples]
-) -> Iterator[BenchProgress | BenchStep]:
+) -> Iterator[Working | BenchStep]:
     """Warm up, then repetitions with the modes taking turns; every one starts from the same fill."""
     length = sequences[0].length
     for _ in range(request.warmup):
@@ -93,7 +93,7 @@ def _measure(
             _rewind(sequences, length)
     for rep in range(request.reps):
         for number, (mode, sample) in enumerate(samples.items()):
-            yield BenchProgress("measuring", rep * len(samples) + number, request.reps * len(samples))
+            yield Working("measuring", rep * len(samples) + number, request.reps * len(samples))
             with sample.repetition() as timed:
                 for step in _generate(engine, sequences, mode, request.gen_tokens):
                     timed.append(step.stats)

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from magicpig_cli.engine.engine import Engine
+    from magicpig_cli.events import Working
     from magicpig_cli.hardware import Hardware
     from magicpig_cli.profiles import Profile
     from magicpig_cli.tuning.grid import Grid
     from magicpig_cli.tuning.search import Goal
     from magicpig_cli.tuning.text import Texts
-    from magicpig_cli.tuning.tune import Notice, Tuned, Working
+    from magicpig_cli.tuning.tune import Notice, Tuned
 
 _DEFAULT_ERROR = 0.05
 _DEFAULT_CONTEXT = "32k"  # or the model's own, where that is shorter
@@ -164,7 +165,7 @@ def _run(engine: Engine, machine: Hardware, texts: Texts, goal: Goal, grid: Grid
 
 def _follow(work: Generator[Working | Notice, None, Tuned], quiet: bool) -> Tuned:
     """Show progress until the result is there."""
-    from magicpig_cli.tuning.tune import Working
+    from magicpig_cli.events import Working
     from magicpig_cli.ui import console
 
     with console.Track("tuning", quiet=quiet) as progress:

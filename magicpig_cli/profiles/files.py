@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from magicpig_cli.config import APP_NAME
 from magicpig_cli.errors import MagicpigError, UsageError
+from magicpig_cli.files import replace_file
 from magicpig_cli.profiles.profile import BUILT_IN, Profile
 from magicpig_cli.profiles.schema import closest, did_you_mean, from_document, to_document
 
@@ -117,18 +116,26 @@ def _shipped_base(name: str) -> Profile:
 
 def _read_yaml(path: Path) -> Any:
     """The document in a file. Raises UsageError."""
-    import yaml
-
     try:
         if path.exists() and not path.is_file():
             raise UsageError("it is no file", hint="give a YAML file, or a profile's name")
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise UsageError(f"it has more than {MAX_FILE_BYTES:,} bytes and is no profile")
-        return yaml.load(content.decode("utf-8-sig"), Loader=_loader())
     except OSError as problem:
         raise UsageError(f"cannot be read: {problem.strerror}") from problem
+    except ValueError as problem:  # a NUL in the name
+        raise UsageError(f"cannot be read: {problem}") from problem
+    return _parse(content)
+
+
+def _parse(content: bytes) -> Any:
+    """The document in the content of a file. Raises UsageError."""
+    import yaml
+
+    if len(content) > MAX_FILE_BYTES:
+        raise UsageError(f"it has more than {MAX_FILE_BYTES:,} bytes and is no profile")
+    try:
+        return yaml.load(content.decode("utf-8-sig"), Loader=_loader())
     except UnicodeDecodeError as problem:
         raise UsageError("it is not UTF-8 text") from problem
     except yaml.MarkedYAMLError as problem:
@@ -162,22 +169,11 @@ def save(profile: Profile, name: str) -> Path:
     """
     check_name(name)
     path = user_folder() / f"{name}{SUFFIX}"
-    text = _HEADER + _as_yaml(to_document(profile))
+    content = (_HEADER + _as_yaml(to_document(profile))).encode()
+    _check_reads_as(content, profile)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{name}-", delete=False
-        ) as file:
-            try:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-                _check_reads_as(Path(file.name), profile)
-                os.replace(file.name, path)
-            except BaseException:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(file.name)
-                raise
+        replace_file(path, content)
     except OSError as problem:
         raise MagicpigError(f"cannot write {path}: {problem.strerror}") from problem
     return path
@@ -203,8 +199,8 @@ def _as_yaml(document: dict[str, Any]) -> str:
     return text
 
 
-def _check_reads_as(path: Path, profile: Profile) -> None:
-    """What was written must read back as the same recommendations."""
-    read = from_document(_read_yaml(path), _shipped_base)
+def _check_reads_as(content: bytes, profile: Profile) -> None:
+    """What is going to be written must read back as the same recommendations."""
+    read = from_document(_parse(content), _shipped_base)
     if replace(read, name=profile.name, path=profile.path) != profile:
         raise UsageError(f"the profile cannot be written: it reads back as {read}, not as {profile}")

@@ -11,6 +11,7 @@ import numpy as np
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.engine.recording import ExactStep
 from magicpig_cli.errors import UsageError
+from magicpig_cli.events import Working
 from magicpig_cli.hardware import Speeds
 from magicpig_cli.tuning import kept
 from magicpig_cli.tuning.angles import Angles, measure_angles
@@ -26,15 +27,6 @@ from magicpig_cli.units import format_bytes
 VERIFIED = 3  # candidates that are reported with measured figures
 _ROUNDS = 3  # of choosing again after what was measured
 _ROOM = 3.0  # standard errors that the tuning text must stay below the target by, for other text to meet it
-
-
-@dataclass(frozen=True, slots=True)
-class Working:
-    """What is being done: `done` of `total`."""
-
-    what: str
-    done: int
-    total: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from magicpig_cli.bench.fill import BenchProgress
 from magicpig_cli.bench.measure import BenchStep
+from magicpig_cli.events import Working
 from magicpig_cli.ui.live import View
 from magicpig_cli.ui.live_state import Work
 
@@ -15,13 +15,13 @@ class BenchView:
 
     def __init__(self, view: View) -> None:
         self._view = view
-        self._round = BenchProgress("", 0, 0)  # rounds done and in all, of (repetition, mode)
+        self._round = Working("", 0, 0)  # rounds done and in all, of (repetition, mode)
         self._measured: tuple[int, int, str] | None = None
         self._began = time.monotonic()
 
-    def show(self, update: BenchProgress | BenchStep) -> None:
+    def show(self, update: Working | BenchStep) -> None:
         """Show one update."""
-        if isinstance(update, BenchProgress):
+        if isinstance(update, Working):
             if update.done == 0 or update.what != self._round.what:
                 self._began = time.monotonic()
             self._round = update

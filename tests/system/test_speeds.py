@@ -167,7 +167,7 @@ def test_a_file_that_is_not_whole_or_not_ours_is_measured_anew(meter, monkeypatc
     new_process(monkeypatch)
     assert ask() == FOUND
     assert meter.times == 2
-    assert not list(speeds.folder().glob("*.tmp"))
+    assert not [path for path in speeds.folder().iterdir() if path.suffix in (".new", ".tmp")]
 
 
 def test_a_damaged_file_is_replaced(meter, monkeypatch):

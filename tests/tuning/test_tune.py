@@ -10,13 +10,14 @@ import pytest
 from magicpig_cli import profiles
 from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.errors import MagicpigError
+from magicpig_cli.events import Working
 from magicpig_cli.hardware import probe
 from magicpig_cli.tuning import report
 from magicpig_cli.tuning import tune as tuning
 from magicpig_cli.tuning.grid import parse_grid
 from magicpig_cli.tuning.search import Goal
 from magicpig_cli.tuning.text import split_text
-from magicpig_cli.tuning.tune import Notice, Tuned, Working, key_of, tune
+from magicpig_cli.tuning.tune import Notice, Tuned, key_of, tune
 from tests import tolerances
 from tests.conftest import STEADY_SPEEDS
 from tests.tuning.conftest import CONTEXT
