@@ -42,6 +42,10 @@ class Sequence:
         for layer in self.layers:
             layer.truncate(length)
 
+    def release(self) -> None:
+        """Forget everything; blocks that no fork shares can be used by others at once."""
+        self.truncate(0)
+
     def rollback(self) -> None:
         """After an interrupted forward: every layer back to the tokens in `ids`."""
         self.truncate(len(self.ids))

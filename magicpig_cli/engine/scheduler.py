@@ -11,6 +11,7 @@ import torch
 
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.engine.conversation import common_prefix
+from magicpig_cli.engine.prefix import SharedPrefix
 from magicpig_cli.engine.sampling import SamplingParams, TokenSampler
 from magicpig_cli.engine.text import TextStream
 from magicpig_cli.errors import MagicpigError
@@ -22,13 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """One answer wanted. `sequence`: continue that cache, reusing the longest common prefix with `prompt_ids`."""
+    """One answer wanted. `sequence`: continue that cache, reusing the longest common prefix with `prompt_ids`.
+
+    prefix: what it has in common with other requests; shorter than the prompt. Not together with `sequence`.
+    """
 
     key: str
     prompt_ids: list[int]
     sampling: SamplingParams
     default_seed: int | None = None  # seed of token sampling where the request names none; None = drawn
     sequence: Sequence | None = None
+    prefix: SharedPrefix | None = None
 
 
 @dataclass

@@ -1,0 +1,44 @@
+"""Token prefixes that several requests have in common: read and indexed once, then forked.
+
+Which requests share what is decided before anything runs (`batch.sharing`), from all of them: a result depends on the
+input, never on which of them happen to run at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from magicpig_cli.cache.sequence import Sequence
+
+
+@dataclass(eq=False)
+class SharedPrefix:
+    """The first `tokens` token ids of every request that names it, and of every longer prefix whose parent it is.
+
+    tokens: a multiple of the plan's chunk, so that the prompt is cut into the same chunks with and without sharing.
+    users: requests and longer prefixes that have not ended yet; the last one to end frees the sequence.
+    """
+
+    tokens: int
+    parent: SharedPrefix | None = None
+    users: int = 0
+    sequence: Sequence | None = None  # once it has been read
+
+    def chain(self) -> Iterator[SharedPrefix]:
+        """This prefix and those it is a continuation of, the longest first."""
+        prefix: SharedPrefix | None = self
+        while prefix is not None:
+            yield prefix
+            prefix = prefix.parent
+
+    def release(self) -> None:
+        """One user has ended."""
+        self.users -= 1
+        if self.users > 0:
+            return
+        if self.sequence is not None:
+            self.sequence.release()
+            self.sequence = None
+        if self.parent is not None:
+            self.parent.release()
