@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import struct
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from magicpig_cli.units import format_bytes
 
 _NAMES_KEPT = 8  # of foreign models and ignored keys
 _SHOWN = 80  # characters of an id or a key in a message
+_KEY = struct.Struct(">qq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +28,16 @@ class Entry:
     place: int
     number: int
     offset: int
-    fingerprint: int  # of the line's bytes
+    key_high: int  # the line's key, in two halves
+    key_low: int
+    twin: int  # lines without an id before it that ask the same, if it has none either
     prompt_tokens: int
     sequence_tokens: int  # with the longest answer it may get
+
+    @property
+    def key(self) -> bytes:
+        """See RequestMaker.key."""
+        return _KEY.pack(self.key_high, self.key_low)
 
 
 _COLUMNS = len(fields(Entry))
@@ -37,7 +46,7 @@ _PROMPT, _SEQUENCE = _COLUMNS - 2, _COLUMNS - 1
 
 @dataclass
 class Checked:
-    """The input after one reading. A good line takes six numbers here, and its id."""
+    """The input after one reading. A good line takes eight numbers here, and its id."""
 
     total: int = 0
     errors: dict[int, LineError] = field(default_factory=dict)  # by place
@@ -110,15 +119,21 @@ def check(source: JsonlSource, maker: RequestMaker, on_progress: Callable[[int, 
     Raises UsageError for a duplicate id and for an input without lines.
     """
     checked = Checked()
+    twins: Counter[str] = Counter()
     for place, raw in enumerate(source.lines()):
         line = parse_line(raw)
         _claim(checked, line.custom_id, line.number)
         if isinstance(line, Line):
             _note(checked, line)
             try:
-                tokens = len(maker.prompt_ids(line))
-                longest = maker.sequence_tokens(line, tokens)
-                checked.add(Entry(place, raw.number, raw.offset, raw.fingerprint, tokens, longest))
+                prompt = maker.read(line)
+                twin = 0
+                if not line.named:
+                    twin = twins[prompt.digest]
+                    twins[prompt.digest] += 1
+                high, low = _KEY.unpack(maker.key(line, prompt, twin))
+                longest = maker.sequence_tokens(line, len(prompt.ids))
+                checked.add(Entry(place, raw.number, raw.offset, high, low, twin, len(prompt.ids), longest))
             except BadLine as problem:
                 line = LineError(line.number, line.custom_id, problem.code, problem.message)
         if isinstance(line, LineError):
