@@ -56,7 +56,7 @@ class Options:
 
 @command_options("model", "attention", "generation", "system")
 def batch(
-    context: typer.Context,
+    invocation: typer.Context,
     settings: Settings,
     source: Annotated[str, typer.Argument(metavar="INPUT.jsonl", help="One request per line; - is stdin.")],
     output: Annotated[
@@ -98,7 +98,7 @@ def batch(
     from magicpig_cli.batch.interrupt import Signals
 
     with console.lasting_stderr(), Signals() as signals:
-        code = _run(settings, options, signals, command_with(context.obj, "--resume", without=("--overwrite",)))
+        code = _run(settings, options, signals, command_with(invocation.obj, "--resume", without=("--overwrite",)))
     if code:
         raise typer.Exit(code)
 
