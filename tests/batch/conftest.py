@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,14 @@ from transformers import GenerationConfig, LlamaConfig
 from magicpig_cli.batch.check import Checked, check
 from magicpig_cli.batch.reader import JsonlSource
 from magicpig_cli.batch.request import RequestMaker
-from magicpig_cli.config import GenerationOptions
+from magicpig_cli.config import GenerationOptions, Settings
 from magicpig_cli.engine.conversation import ChatCodec
+from magicpig_cli.hardware import Hardware
+from magicpig_cli.model.shape import shape_from_config
+from magicpig_cli.planner import Plan, plan
+from tests.batch.desk import Desk, as_bytes
 from tests.text.vocabularies import CHATML, byte_level
-from tests.tiny import tiny_model
-
-
-def as_bytes(*lines: Any) -> bytes:
-    """JSON values, or bytes as they are, one per line."""
-    return b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+from tests.tiny import tiny_config, tiny_model
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def maker(tmp_path: Path) -> Callable[..., RequestMaker]:
         values = {
             "codec": ChatCodec(tokenizer, LlamaConfig(eos_token_id=None), GenerationConfig()),
             "generation_config": None, "context": 1000, "defaults": GenerationOptions(), "system": None, "raw": False,
-            "directory": tmp_path, "allow_outside_files": False,
+            "directory": tmp_path, "allow_outside_files": False, "identity": "a model",
         }  # fmt: skip
         return RequestMaker(**{**values, **changes})
 
@@ -71,3 +70,22 @@ def tiny_directory(tmp_path_factory) -> Path:
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_plan() -> Plan:
+    """A plan of the tiny model; tests set its budget."""
+    gib = 1 << 30
+    machine = Hardware(
+        cpu_model="test", isa="portable", tiers=("portable",), cores_physical=2, cores_usable=2, threads=2,
+        numa_nodes=1, memory_total=8 * gib, memory_free=8 * gib, memory_limit=None, process_bytes=0,
+    )  # fmt: skip
+    return plan(machine, shape_from_config(tiny_config("llama")), Settings())
+
+
+@pytest.fixture
+def desks(maker, tiny_plan, tmp_path_factory, monkeypatch) -> Callable[[], Desk]:
+    """`desks()`: a directory of its own for runs over a scripted engine. Nothing waits for the disk: no test here
+    could see the difference."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    return lambda: Desk(tmp_path_factory.mktemp("desk"), maker(raw=True), tiny_plan, monkeypatch)

@@ -19,7 +19,7 @@ import magicpig_cli
 from magicpig_cli.cli import app
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.events import Finished
-from tests.batch.conftest import as_bytes
+from tests.batch.desk import as_bytes
 
 GOOD = {"id": "a", "prompt": "Why?"}
 SUMMARY_KEYS = [
