@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +91,21 @@ def desks(maker, tiny_plan, tmp_path_factory, monkeypatch) -> Callable[[], Desk]
     could see the difference."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     return lambda: Desk(tmp_path_factory.mktemp("desk"), maker(raw=True), tiny_plan, monkeypatch)
+
+
+@pytest.fixture
+def process(tiny_directory, tmp_path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`process(*arguments)`: a real `magicpig batch` of the tiny model, in an empty directory."""
+    started = []
+
+    def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "magicpig_cli", "batch", *arguments, "-m", str(tiny_directory), "-t", "1"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(tmp_path)}
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **streams))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+        one.communicate()

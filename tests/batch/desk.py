@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -180,3 +181,13 @@ def crash_at(count: int, files: tuple[str, ...], act: Callable[[], int]) -> int:
 
     sys.settrace(trace)
     return act()
+
+
+def wait_for_records(path: Path, count: int, running: subprocess.Popen[str]) -> None:
+    """Until a process has written that many."""
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert running.poll() is None, running.communicate()
+        time.sleep(0.01)
+
+
+MANY = [{"id": str(n), "prompt": f"Question {n}", "max_tokens": 100} for n in range(2000)]
