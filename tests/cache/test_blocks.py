@@ -5,6 +5,8 @@ The pool knows who holds what: blocks are free when their last holder has given 
 
 from __future__ import annotations
 
+import errno
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 from magicpig_cli.cache import blocks as blocks_module
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.store import RowStore
+from magicpig_cli.kernels import memory
 from magicpig_cli.kernels.memory import touch
 
 BLOCK_ROWS = 64
@@ -167,3 +170,25 @@ def test_a_batch_of_very_different_lengths_keeps_little_that_it_does_not_use(hea
         for block in blocks:
             pool.give_back(block)
     assert pool.kept_bytes == 0
+
+
+def test_where_there_is_no_memory_for_another_block_all_is_as_before(monkeypatch):
+    pool = BlockPool(1, 8, "float32", BLOCK_ROWS)
+    store = RowStore(pool)
+    store.append(rows(1.0, 100))
+    store.truncate(10)
+    held = pool.nbytes
+    fork = store.fork()
+    free = pool.kept_bytes // pool.block_bytes - pool.nbytes // pool.block_bytes
+
+    def refuse(*_args, **_kwargs):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(memory.mmap, "mmap", refuse)
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="refuses another [0-9,]+ bytes: Cannot allocate memory"):
+            store.append(rows(2.0, (free + 3) * BLOCK_ROWS))
+        store.truncate(10)
+        assert torch.equal(store.read(0, 10), fork.read(0, 10))
+    fork.truncate(0)
+    assert pool.nbytes == held
