@@ -42,10 +42,11 @@ class _Slab:
 class _Hold(weakref.ref):  # type: ignore[type-arg]  # not subscriptable at run time in Python 3.10
     """One holder's array of a block, as long as there is that array."""
 
-    __slots__ = ("key", "number", "slab")
+    __slots__ = ("ended", "key", "number", "slab")
     key: int  # id of the array
     slab: _Slab
     number: int
+    ended: bool  # given back: that the array is then forgotten too means nothing
 
 
 class BlockPool:
@@ -105,9 +106,7 @@ class BlockPool:
         """One holder needs it no longer. The last one makes it free; a slab without holders goes to the system."""
         with self._lock:
             self._collect()
-            hold = self._hold(block)
-            del self._holds[hold.key]
-            self._drop(hold)
+            self._end(self._hold(block))
 
     def _hold(self, block: np.ndarray) -> _Hold:
         hold = self._holds.get(id(block))
@@ -120,7 +119,7 @@ class BlockPool:
         memory = slab.memory[start : start + self.block_bytes]
         block: np.ndarray = memory.view(NUMPY_TYPE[self.dtype]).reshape(self._shape)
         hold = _Hold(block, self._lost.append)
-        hold.key, hold.slab, hold.number = id(block), slab, number
+        hold.key, hold.slab, hold.number, hold.ended = id(block), slab, number, False
         slab.holders[number] += 1
         if slab.holders[number] == 1:
             slab.used += 1
@@ -129,8 +128,11 @@ class BlockPool:
         self._holds[hold.key] = hold
         return block
 
-    def _drop(self, hold: _Hold) -> None:
+    def _end(self, hold: _Hold) -> None:
         slab = hold.slab
+        hold.ended = True
+        if self._holds.get(hold.key) is hold:  # of a forgotten array another one may have the id by now
+            del self._holds[hold.key]
         slab.holders[hold.number] -= 1
         if slab.holders[hold.number] == 0:
             slab.used -= 1
@@ -142,9 +144,8 @@ class BlockPool:
         """Take back what was forgotten. (A callback may come at any moment, so it only notes it.)"""
         while self._lost:
             hold = self._lost.popleft()
-            if self._holds.get(hold.key) is hold:  # another array may have its id by now
-                del self._holds[hold.key]
-            self._drop(hold)
+            if not hold.ended:
+                self._end(hold)
 
     def _new_slab(self) -> _Slab:
         whole = HUGE_PAGE_BYTES // math.gcd(HUGE_PAGE_BYTES, self.block_bytes)  # blocks that fill huge pages

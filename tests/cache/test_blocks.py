@@ -186,7 +186,7 @@ def test_where_there_is_no_memory_for_another_block_all_is_as_before(monkeypatch
 
     monkeypatch.setattr(memory.mmap, "mmap", refuse)
     for _ in range(2):
-        with pytest.raises(MemoryError, match="refuses another [0-9,]+ bytes: Cannot allocate memory"):
+        with pytest.raises(MemoryError, match=r"refuses another [0-9,]+ bytes: Cannot allocate memory"):
             store.append(rows(2.0, (free + 3) * BLOCK_ROWS))
         store.truncate(10)
         assert torch.equal(store.read(0, 10), fork.read(0, 10))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from magicpig_cli import kernels
+from magicpig_cli.cache import blocks as blocks_module
 from magicpig_cli.cache import store as store_module
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.layer import LayerCache, LayerSpec
@@ -42,6 +43,9 @@ class Stores(RuleBasedStateMachine):
     @initialize(dtype=st.sampled_from(ROW_TYPES))
     def start(self, dtype: Any) -> None:
         self.dtype = dtype
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(blocks_module, "HUGE_PAGE_BYTES", 1)
+        self.patch.setattr(blocks_module, "_SMALLEST_SLAB", 300)  # 5 blocks of float32, 10 of bfloat16, 10 of int8
         self.pool = BlockPool(HKV, D, dtype, BLOCK_ROWS)
         self.stores: list[RowStore] = []
         self.rows: list[torch.Tensor] = []  # what each should hold
@@ -105,14 +109,17 @@ class Stores(RuleBasedStateMachine):
             assert self.pool.shared(block) == (holders[block.ctypes.data] > 1)
         if blocks:
             assert self.pool.nbytes == len(holders) * self.pool.block_bytes
+            counts = [count for slab in self.pool._slabs for count in slab.holders if count]
+            assert sorted(counts) == sorted(holders.values())
         for store in getattr(self, "stores", ()):  # what a store may write to without asking is its own
             if store._next is not None:
                 assert holders[store._next[0].ctypes.data] == 1
 
     def teardown(self) -> None:
-        for store in getattr(self, "stores", ()):
-            store.truncate(0)
         if hasattr(self, "pool"):
+            self.patch.undo()
+            for store in self.stores:
+                store.truncate(0)
             assert self.pool.nbytes == self.pool.kept_bytes == 0
 
 
