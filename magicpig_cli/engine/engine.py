@@ -86,6 +86,10 @@ class Engine:
         """An empty sequence, to be continued over several requests."""
         return self.runner.new_sequence()
 
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A sequence with the same tokens, continued on its own; both share the memory of what they have in common."""
+        return self.runner.fork(sequence)
+
     def check_fits(self, prompt_tokens: int, max_tokens: int | None) -> None:
         """Raise ContextError if the prompt, with the answer tokens asked for, exceeds the context.
 
@@ -133,11 +137,10 @@ class Engine:
         return False
 
     def memory(self) -> dict[str, int]:
-        """Bytes of all living sequences' rows and indexes, of the process, and on the GPU."""
-        living = self.runner.living()
+        """Bytes of all living sequences' rows and indexes (shared ones once), of the process, and on the GPU."""
         return {
-            "kv_bytes": sum(sequence.kv_bytes for sequence in living),
-            "index_bytes": sum(sequence.index_bytes for sequence in living),
+            "kv_bytes": self.runner.kv_bytes,
+            "index_bytes": self.runner.index_bytes,
             "rss_bytes": psutil.Process().memory_info().rss,
             "vram_bytes": torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0,
         }
