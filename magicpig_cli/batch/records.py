@@ -31,6 +31,7 @@ def answer_record(custom_id: str, model: str, finished: Finished) -> dict[str, A
             "prompt_tokens": finished.prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": finished.prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": finished.reused_tokens},
         },
         "magicpig": {
             "ttft_ms": timing.ttft_s * 1000,

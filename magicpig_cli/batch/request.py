@@ -12,8 +12,11 @@ from magicpig_cli.config import GenerationOptions
 from magicpig_cli.engine.conversation import ChatCodec, document_message, read_document
 from magicpig_cli.engine.sampling import resolve_sampling
 from magicpig_cli.errors import MagicpigError
+from magicpig_cli.planner import Plan
+from magicpig_cli.planner.memory import too_large
 
 INVALID_FILE, NO_TEMPLATE, TOO_LONG = "invalid_file", "no_chat_template", "context_length_exceeded"
+INSUFFICIENT_MEMORY = "insufficient_memory"
 _SEED_BYTES = 4  # short to type again, exact in any JSON reader
 
 
@@ -21,12 +24,14 @@ _SEED_BYTES = 4  # short to type again, exact in any JSON reader
 class RequestMaker:
     """Everything that turns lines into requests. `defaults` and `system` come from the command line.
 
+    longest: tokens that a sequence may have, as the model or -c says; the plan's context is shorter where memory is.
     raw: prompts are sent as they are, without chat template. directory: where documents are.
     """
 
     codec: ChatCodec
     generation_config: Any
-    context: int  # tokens
+    plan: Plan
+    longest: int
     defaults: GenerationOptions
     system: str | None
     raw: bool
@@ -43,12 +48,7 @@ class RequestMaker:
             raise BadLine(INVALID_REQUEST, problem.message) from problem
         if not ids:
             raise BadLine(INVALID_REQUEST, "the prompt has no tokens")
-        wanted = self.options(line).max_tokens
-        if len(ids) + (wanted or 1) > self.context:
-            asked = f" + {wanted:,} answer tokens" if wanted else ""
-            raise BadLine(
-                TOO_LONG, f"{len(ids):,} prompt tokens{asked} do not fit the context of {self.context:,} tokens"
-            )
+        self._check_fits(len(ids), self.options(line).max_tokens)
         return ids
 
     def options(self, line: Line) -> GenerationOptions:
@@ -64,9 +64,24 @@ class RequestMaker:
         return replace(self.defaults, **{**said, "seed": seed})
 
     def sequence_tokens(self, line: Line, prompt_tokens: int) -> int:
-        """How long the sequence may become."""
+        """How long the sequence may become. Raises BadLine if it then takes more memory than there is."""
         wanted = resolve_sampling(self.options(line), self.generation_config).max_tokens
-        return min(prompt_tokens + wanted, self.context)
+        tokens = min(prompt_tokens + wanted, self.plan.context)
+        if self.plan.sequence_bytes(tokens) > self.plan.budget_bytes:
+            raise BadLine(INSUFFICIENT_MEMORY, too_large(self.plan, tokens))
+        return tokens
+
+    def _check_fits(self, prompt_tokens: int, wanted: int | None) -> None:
+        """Raise BadLine if prompt and answer, or one token of it, exceed the context."""
+        tokens = prompt_tokens + (wanted or 1)
+        if tokens <= self.plan.context:
+            return
+        if tokens <= self.longest:
+            raise BadLine(INSUFFICIENT_MEMORY, too_large(self.plan, tokens))
+        asked = f" + {wanted:,} answer tokens" if wanted else ""
+        raise BadLine(
+            TOO_LONG, f"{prompt_tokens:,} prompt tokens{asked} do not fit the context of {self.longest:,} tokens"
+        )
 
     def _encoded(self, line: Line, document: tuple[str, str] | None) -> list[int]:
         if line.prompt is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -11,13 +11,15 @@ from magicpig_cli.batch.check import Checked, Entry
 from magicpig_cli.batch.line import BadLine, LineError, parse_line
 from magicpig_cli.batch.reader import JsonlSource
 from magicpig_cli.batch.records import answer_record, error_record
-from magicpig_cli.batch.request import RequestMaker
+from magicpig_cli.batch.request import INSUFFICIENT_MEMORY, RequestMaker
+from magicpig_cli.batch.sharing import Prefixes, prompt_hash
 from magicpig_cli.batch.writer import Output
-from magicpig_cli.errors import MagicpigError
+from magicpig_cli.errors import MagicpigError, MemoryBudgetError
 from magicpig_cli.events import Event, Failed, Finished, PrefillProgress, StepStats
 
 if TYPE_CHECKING:
     from magicpig_cli.engine.engine import Engine, Request
+    from magicpig_cli.engine.prefix import SharedPrefix
 
 INPUT_CHANGED, FAILED = "input_changed", "request_failed"
 
@@ -55,11 +57,14 @@ class _Outcome:
 
 
 class BatchRunner:
-    """One run over a checked input. `stop` is asked between events; once it says yes the run ends there."""
+    """One run over a checked input. `stop` is asked between events; once it says yes the run ends there.
+
+    places: of the good lines that are to run; None = all of them.
+    """
 
     def __init__(
         self, source: JsonlSource, checked: Checked, maker: RequestMaker, output: Output, *, ordered: bool,
-        stop: Callable[[], bool],
+        stop: Callable[[], bool], places: Container[int] | None = None,
     ) -> None:  # fmt: skip
         self.progress = Progress(checked.total)
         self._source = source
@@ -68,6 +73,7 @@ class BatchRunner:
         self._output = output
         self._ordered = ordered
         self._stop = stop
+        self._places = places
         self._ids: dict[str, str] = {}  # key of a running request → the line's id
         self._waiting: dict[int, _Outcome] = {}  # by place, where order is kept
         self._next = 0  # place whose record is written next, where order is kept
@@ -97,25 +103,37 @@ class BatchRunner:
                 return
 
     def _requests(self, engine: Engine) -> Iterator[Request]:
-        """The good lines, each read again when the engine has room for it."""
-        for entry in self._checked.entries():
+        """The good lines that are to run, each read again when the engine has room for it.
+
+        Those that share a prefix follow each other.
+        """
+        prefixes = Prefixes(self._checked.sharing, self._runs)
+        for number in filter(self._runs, self._checked.sharing.order):
             if self._stop():
                 return
+            entry, prefix = self._checked.entry(number), prefixes.of(number)
             try:
-                request = self._request(engine, entry)
-            except BadLine as problem:
-                self._fail(entry, problem.code, problem.message)
+                request = self._request(engine, entry, prefix)
             except MagicpigError as problem:
-                self._fail(entry, FAILED, problem.message)
+                self._fail(entry, problem.code if isinstance(problem, BadLine) else FAILED, problem.message)
+                if prefix is not None:
+                    prefix.release()
             else:
                 yield request
 
-    def _request(self, engine: Engine, entry: Entry) -> Request:
+    def _runs(self, number: int) -> bool:
+        """Whether a good line is to run."""
+        return self._places is None or self._checked.entry(number).place in self._places
+
+    def _request(self, engine: Engine, entry: Entry, prefix: SharedPrefix | None) -> Request:
         raw = self._source.line_at(entry.number, entry.offset)
         line = parse_line(raw)
         if isinstance(line, LineError) or raw.fingerprint != entry.fingerprint:
             raise BadLine(INPUT_CHANGED, "the line is not what it was when it was checked: the input has changed")
-        request = engine.request(str(entry.place), self._maker.prompt_ids(line), self._maker.options(line))
+        ids = self._maker.prompt_ids(line)
+        if prompt_hash(ids) != entry.prompt_hash:
+            raise BadLine(INPUT_CHANGED, "the prompt is not what it was when it was checked: its document has changed")
+        request = engine.request(str(entry.place), ids, self._maker.options(line), prefix=prefix)
         self._ids[request.key] = line.custom_id
         return request
 
@@ -133,7 +151,8 @@ class BatchRunner:
         elif isinstance(event, Failed):
             progress.reading = None
             number = self._checked.numbers[custom_id := self._ids.pop(event.key)]
-            problem = LineError(number, custom_id, FAILED, event.message)
+            code = INSUFFICIENT_MEMORY if event.code == MemoryBudgetError.__name__ else FAILED
+            problem = LineError(number, custom_id, code, event.message)
             self._settle(int(event.key), _Outcome(error_record(problem), None))
 
     def _fail(self, entry: Entry, code: str, message: str) -> None:

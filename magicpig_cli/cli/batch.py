@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from magicpig_cli.cli.dry_run import count
 from magicpig_cli.cli.options import AsJson, NoLive, Quiet, command_options
 from magicpig_cli.config import Settings
 from magicpig_cli.errors import INTERRUPTED, MagicpigError, UsageError
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 SOME_FAILED = 3
 _SHOWN_ERRORS = 10
-_HISTOGRAM_WIDTH = 40
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class _Options:
     overwrite: bool
     ordered: bool
     allow_outside_files: bool
+    share: bool
     as_json: bool
     quiet: bool
     live: bool
@@ -65,7 +66,7 @@ def batch(
         typer.Option("-o", "--output", metavar="OUT.jsonl", help="Default: INPUT.out.jsonl beside it; - is stdout."),
     ] = None,
     batch_size: Annotated[
-        str, typer.Option(metavar="auto|N", help="Sequences decoded together; auto is what fits in memory.")
+        str, typer.Option(metavar="auto|N", help="Sequences decoded together at most, as memory allows.")
     ] = "auto",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check all lines, show the plan, load no weights.")
@@ -73,9 +74,14 @@ def batch(
     strict: Annotated[bool, typer.Option("--strict", help="Stop before generating if a line is bad.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Send prompts as they are, without the chat template.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
-    ordered: Annotated[bool, typer.Option("--ordered", help="Answers in the order of the input.")] = False,
+    ordered: Annotated[
+        bool, typer.Option("--ordered", help="Answers in the order of the input; without it, as they are finished.")
+    ] = False,
     allow_outside_files: Annotated[
         bool, typer.Option("--allow-outside-files", help='Let "file" leave the directory of the input.')
+    ] = False,
+    no_prefix_sharing: Annotated[
+        bool, typer.Option("--no-prefix-sharing", help="Read what lines begin with alike again for each of them.")
     ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -84,7 +90,7 @@ def batch(
     """Answer a JSONL file of requests, several at a time."""
     options = _Options(
         source, output, _batch_size(batch_size), dry_run, strict, raw, overwrite, ordered, allow_outside_files,
-        as_json, quiet, not no_live,
+        not no_prefix_sharing, as_json, quiet, not no_live,
     )  # fmt: skip
     from magicpig_cli.batch.reader import JsonlSource
 
@@ -210,10 +216,12 @@ def _prepare(settings: Settings, options: _Options, source: JsonlSource) -> _Pre
         def show(lines: int, done_bytes: int) -> None:
             progress.update(done_bytes, source.size_bytes)
 
-        checked = check(source, maker, show)
+        checked = check(source, maker, show, share=options.share)
     if not options.quiet:
         _show_findings(checked, maker, settings.model.model)
     batch_size = checked.batch_size(plan, options.batch_size)
+    if options.batch_size is not None and not options.quiet and (note := _too_many(checked, plan, options.batch_size)):
+        console.say(note)
     return _Prepared(checked, maker, plan, batch_size, time.monotonic() - began)
 
 
@@ -231,6 +239,22 @@ def _show_findings(checked: Checked, maker: RequestMaker, model: str) -> None:
         console.warn(f"{len(checked.errors) - _SHOWN_ERRORS:,} more lines are bad")
 
 
+def _too_many(checked: Checked, plan: Plan, wanted: int) -> str | None:
+    """What to say where so many sequences can never be decoded together."""
+    if not checked.good:
+        return None
+    if wanted > checked.good:
+        return f"--batch-size {wanted:,} is more than the {count(checked.good, 'line')} to answer"
+    shortest = int(checked.lengths()[:, 1].min())
+    room = plan.budget_bytes // max(1, plan.sequence_bytes(shortest))
+    if wanted <= room:
+        return None
+    return (
+        f"--batch-size {wanted:,} is more than memory has room for: {room:,} of even the shortest lines "
+        f"({shortest:,} tokens); the others wait"
+    )
+
+
 def _refuse_bad_lines(checked: Checked) -> None:
     """Raise MagicpigError for --strict."""
     if checked.errors:
@@ -243,44 +267,19 @@ def _refuse_bad_lines(checked: Checked) -> None:
 
 def _dry_run(prepared: _Prepared, options: _Options) -> None:
     """Print what a run would meet. Raises typer.Exit or MagicpigError if a line is bad."""
+    from magicpig_cli.batch.dry_run import DryRun
+    from magicpig_cli.cli.dry_run import print_page
+
     checked = prepared.checked
-    report = {
-        "dry_run": True,
-        "total": checked.total,
-        "ok": checked.good,
-        "failed": len(checked.errors),
-        "skipped": 0,
-        "prompt_tokens": checked.prompt_tokens,
-        "sequence_tokens": checked.sequence_tokens,
-        "histogram": [{"up_to": up_to, "lines": lines} for up_to, lines in checked.histogram()],
-        "batch_size": prepared.batch_size,
-        "plan": list(prepared.plan.reasons),
-    }
+    dry = DryRun.of(checked, prepared.plan, prepared.batch_size)
     if options.as_json:
-        print(json.dumps(report, ensure_ascii=False))
+        print(json.dumps(dry.report(), ensure_ascii=False))
     else:
-        _print_page(prepared)
+        print_page(dry)
     if options.strict:
         _refuse_bad_lines(checked)
     if checked.errors:
         raise typer.Exit(SOME_FAILED)
-
-
-def _print_page(prepared: _Prepared) -> None:
-    checked = prepared.checked
-    print(f"{_lines(checked.total)}: {checked.good:,} good, {len(checked.errors):,} bad")
-    answers = checked.sequence_tokens - checked.prompt_tokens
-    print(f"{checked.prompt_tokens:,} prompt tokens, at most {answers:,} answer tokens")
-    histogram = checked.histogram()
-    most = max((lines for _, lines in histogram), default=0)
-    if histogram:
-        rows = [
-            (f"≤ {up_to:,}", f"{lines:,}", "█" * -(-lines * _HISTOGRAM_WIDTH // most)) for up_to, lines in histogram
-        ]
-        console.print_table(("prompt tokens", "lines", ""), rows, right=("prompt tokens", "lines"))
-    for reason in prepared.plan.reasons:
-        print(reason)
-    print(f"batch size {prepared.batch_size}: sequences decoded together")
 
 
 # Running
@@ -380,7 +379,7 @@ class _Run:
         from magicpig_cli.batch.summary import manifest
         from magicpig_cli.batch.writer import write_manifest
 
-        options = {"raw": self.options.raw, "ordered": self.options.ordered}
+        options = {"raw": self.options.raw, "ordered": self.options.ordered, "prefix_sharing": self.options.share}
         summary = self._summary(progress, prepared.batch_size)
         content = manifest(self.settings, options, self.source, engine, summary, state, prepared.check_s)
         write_manifest(self.paths.manifest, content)
@@ -393,7 +392,7 @@ class _Run:
     def _summary_line(self, progress: Progress, summary: dict[str, Any]) -> str:
         """`12 lines: 11 answered, 1 failed · 1,043 + 480 tokens · 35 s · 24.1 tok/s · answers in o.jsonl`."""
         parts = [
-            f"{_lines(progress.total)}: {progress.ok:,} answered, {progress.failed:,} failed",
+            f"{count(progress.total, 'line')}: {progress.ok:,} answered, {progress.failed:,} failed",
             f"{progress.prompt_tokens:,} + {progress.completion_tokens:,} tokens",
             format_seconds(summary["wall_s"]),
         ]
@@ -408,10 +407,6 @@ class _Run:
     def _tell_interrupted(self, progress: Progress) -> int:
         console.say("interrupted: " + _how_far(progress, self.paths))
         return INTERRUPTED
-
-
-def _lines(count: int) -> str:
-    return f"{count:,} line" if count == 1 else f"{count:,} lines"
 
 
 def _how_far(progress: Progress, paths: OutputPaths | None) -> str:

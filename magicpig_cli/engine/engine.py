@@ -12,6 +12,7 @@ from magicpig_cli import kernels
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.config import GenerationOptions, Settings
 from magicpig_cli.engine.conversation import ChatCodec
+from magicpig_cli.engine.prefix import SharedPrefix
 from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.engine.sampling import resolve_sampling
 from magicpig_cli.engine.scheduler import Request, Scheduler
@@ -100,14 +101,14 @@ class Engine:
 
     def request(
         self, key: str, prompt_ids: list[int], options: GenerationOptions, sequence: Sequence | None = None,
-        default_seed: int | None = None,
+        default_seed: int | None = None, prefix: SharedPrefix | None = None,
     ) -> Request:  # fmt: skip
         """A request with sampling resolved against the model's own defaults. Raises MagicpigError."""
         if not prompt_ids:
             raise MagicpigError("the prompt has no tokens", hint="check --chat-template, or ask something")
         self.check_fits(len(prompt_ids), options.max_tokens)
         sampling = resolve_sampling(options, self.generation_config)
-        return Request(key, prompt_ids, sampling, default_seed, sequence)
+        return Request(key, prompt_ids, sampling, default_seed, sequence, prefix)
 
     def generate(self, requests: Iterable[Request], batch_size: int = 1) -> Iterator[Event]:
         """Answer requests, up to `batch_size` decoded together; the next one is prefilled when a slot is free."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,15 @@ from transformers import GenerationConfig, LlamaConfig
 from magicpig_cli.batch.check import Checked, check
 from magicpig_cli.batch.reader import JsonlSource
 from magicpig_cli.batch.request import RequestMaker
-from magicpig_cli.config import GenerationOptions
+from magicpig_cli.config import GenerationOptions, Settings
 from magicpig_cli.engine.conversation import ChatCodec
+from magicpig_cli.hardware import Hardware
+from magicpig_cli.model.shape import shape_from_config
+from magicpig_cli.planner import Plan, plan
 from tests.text.vocabularies import CHATML, byte_level
-from tests.tiny import tiny_model
+from tests.tiny import tiny_config, tiny_model
+
+GIB = 1 << 30
 
 
 def as_bytes(*lines: Any) -> bytes:
@@ -37,16 +43,28 @@ def source(tmp_path: Path) -> Callable[..., JsonlSource]:
     return write
 
 
+@pytest.fixture(scope="session")
+def planned() -> Plan:
+    """A plan of the tiny model; tests set its budget, context and chunk."""
+    machine = Hardware(
+        cpu_model="test", isa="portable", tiers=("portable",), cores_physical=2, cores_usable=2, threads=2,
+        numa_nodes=1, memory_total=8 * GIB, memory_free=8 * GIB, memory_limit=None, process_bytes=0,
+    )  # fmt: skip
+    return plan(machine, shape_from_config(tiny_config("llama")), Settings())
+
+
 @pytest.fixture
-def maker(tmp_path: Path) -> Callable[..., RequestMaker]:
-    """`maker(template=…, context=…, …)`: without the special tokens of a template a token is a byte."""
+def maker(tmp_path: Path, planned: Plan) -> Callable[..., RequestMaker]:
+    """`maker(template=…, context=…, chunk=…, …)`: without the special tokens of a template a token is a byte."""
 
     def make(template: str | None = CHATML, **changes: Any) -> RequestMaker:
         tokenizer = byte_level(adds_bos=changes.pop("adds_bos", False))
         tokenizer.chat_template = template
+        context = changes.pop("context", 1000)
+        of_plan = {key: changes.pop(key) for key in ("chunk", "budget_bytes") if key in changes}
         values = {
             "codec": ChatCodec(tokenizer, LlamaConfig(eos_token_id=None), GenerationConfig()),
-            "generation_config": None, "context": 1000, "defaults": GenerationOptions(), "system": None, "raw": False,
+            "generation_config": None, "plan": replace(planned, context=context, **of_plan), "longest": context, "defaults": GenerationOptions(), "system": None, "raw": False,
             "directory": tmp_path, "allow_outside_files": False,
         }  # fmt: skip
         return RequestMaker(**{**values, **changes})
