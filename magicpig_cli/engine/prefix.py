@@ -7,7 +7,7 @@ input, never on which of them happen to run at the same time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from magicpig_cli.cache.sequence import Sequence
 
@@ -21,7 +21,7 @@ class SharedPrefix:
     """
 
     tokens: int
-    parent: SharedPrefix | None = None
+    parent: SharedPrefix | None = field(default=None, repr=False)
     users: int = 0
     sequence: Sequence | None = None  # once it has been read
 

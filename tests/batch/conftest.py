@@ -64,8 +64,9 @@ def maker(tmp_path: Path, planned: Plan) -> Callable[..., RequestMaker]:
         of_plan = {key: changes.pop(key) for key in ("chunk", "budget_bytes") if key in changes}
         values = {
             "codec": ChatCodec(tokenizer, LlamaConfig(eos_token_id=None), GenerationConfig()),
-            "generation_config": None, "plan": replace(planned, context=context, **of_plan), "longest": context, "defaults": GenerationOptions(), "system": None, "raw": False,
-            "directory": tmp_path, "allow_outside_files": False,
+            "generation_config": None, "plan": replace(planned, context=context, **of_plan), "longest": context,
+            "defaults": GenerationOptions(), "system": None, "raw": False, "directory": tmp_path,
+            "allow_outside_files": False,
         }  # fmt: skip
         return RequestMaker(**{**values, **changes})
 
