@@ -275,7 +275,7 @@ def _dry_run(prepared: _Prepared, options: _Options) -> None:
     if options.as_json:
         print(json.dumps(dry.report(), ensure_ascii=False))
     else:
-        print_page(dry)
+        print_page(dry, shared=options.share)
     if options.strict:
         _refuse_bad_lines(checked)
     if checked.errors:

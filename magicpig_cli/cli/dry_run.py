@@ -13,14 +13,19 @@ if TYPE_CHECKING:
 _HISTOGRAM_WIDTH = 40
 
 
-def print_page(dry: DryRun) -> None:
-    """Counts, histogram of prompt lengths, what is shared, the plan, what fits together, how long it takes."""
+def print_page(dry: DryRun, *, shared: bool) -> None:
+    """Counts, histogram of prompt lengths, what is shared, the plan, what fits together, how long it takes.
+
+    shared: whether anything may be.
+    """
     checked = dry.checked
     print(f"{count(checked.total, 'line')}: {checked.good:,} good, {len(checked.errors):,} bad")
     answers = checked.sequence_tokens - checked.prompt_tokens
     print(f"{checked.prompt_tokens:,} prompt tokens, at most {answers:,} answer tokens")
     _print_histogram(checked.histogram())
-    if dry.prefixes:
+    if not shared:
+        print("every prompt is read by itself, as asked")
+    elif dry.prefixes:
         print(
             f"{count(dry.prefixes, 'shared prefix', 'es')}: {dry.saved_tokens:,} prompt tokens need not be read again"
         )

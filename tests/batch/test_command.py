@@ -236,6 +236,7 @@ def test_dry_run_of_lines_that_share(batch, no_weights):
     assert (apart["shared_prefixes"], apart["saved_prompt_tokens"]) == (0, 0)
     assert apart["prompt_tokens"] == report["prompt_tokens"]
     assert apart["predicted"]["prefill_s"] > 1.5 * report["predicted"]["prefill_s"]
+    assert "read by itself, as asked" in batch("in.jsonl", "--dry-run", "--no-prefix-sharing").out
     page = batch("in.jsonl", "--dry-run").out
     assert f"1 shared prefix: {report['saved_prompt_tokens']:,} prompt tokens need not be read again" in page
 
