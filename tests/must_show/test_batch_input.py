@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from magicpig_cli.events import MEASURING
+from magicpig_cli.speeds import MAX_TRIES
+
 LINES = 10_000
 GOOD_EVERY = 1000
 MOST_ABOVE_MODEL = 300 * 1000**2  # bytes
@@ -47,8 +50,11 @@ def test_ten_thousand_lines_of_which_few_are_good(demo_available, tmp_path):
         if code:
             expected[number] = code
     many.write_bytes(b"\n".join(lines) + b"\n")
-    code, alone, _ = batch(str(one))
-    assert code == 0
+    for _ in range(MAX_TRIES + 1):  # a run that measures the machine first may hold more for that than for the model
+        code, alone, said = batch(str(one), "--overwrite")
+        assert code == 0
+        if MEASURING not in said:
+            break
     code, summary, said = batch(str(many))
     assert code == 3
     assert summary["total"] == len(expected) + number // GOOD_EVERY
