@@ -81,7 +81,7 @@ def batch(
         bool, typer.Option("--allow-outside-files", help='Let "file" leave the directory of the input.')
     ] = False,
     no_prefix_sharing: Annotated[
-        bool, typer.Option("--no-prefix-sharing", help="Read what lines begin with alike again for each of them.")
+        bool, typer.Option("--no-prefix-sharing", help="Read the common beginning of lines anew for each.")
     ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
