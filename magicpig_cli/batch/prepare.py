@@ -32,7 +32,8 @@ def without_weights(
     maker = RequestMaker(
         codec=ChatCodec(tokenizer, config, generation_config, settings.model.chat_template),
         generation_config=generation_config,
-        context=planned.context,
+        plan=planned,
+        longest=settings.context or planned.shape.context,
         defaults=settings.generation,
         system=settings.system,
         raw=raw,

@@ -39,6 +39,7 @@ def answer_record(custom_id: str, key: bytes, model: str, finished: Finished) ->
             "prompt_tokens": finished.prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": finished.prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": finished.reused_tokens},
         },
         "magicpig": {
             "ttft_ms": timing.ttft_s * 1000,

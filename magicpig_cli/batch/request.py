@@ -13,8 +13,11 @@ from magicpig_cli.config import GenerationOptions
 from magicpig_cli.engine.conversation import ChatCodec, document_message, read_document
 from magicpig_cli.engine.sampling import resolve_sampling
 from magicpig_cli.errors import MagicpigError
+from magicpig_cli.planner import Plan
+from magicpig_cli.planner.memory import too_large
 
 INVALID_FILE, NO_TEMPLATE, TOO_LONG = "invalid_file", "no_chat_template", "context_length_exceeded"
+INSUFFICIENT_MEMORY = "insufficient_memory"
 _SEED_BYTES = 4  # short to type again, exact in any JSON reader
 
 
@@ -34,6 +37,7 @@ class Prompt:
 class RequestMaker:
     """Everything that turns lines into requests. `defaults` and `system` come from the command line.
 
+    longest: tokens that a sequence may have, as the model or -c says; the plan's context is shorter where memory is.
     raw: prompts are sent as they are, without chat template. directory: where documents are. identity: what decides
     the answers of all lines, the model above all, as a digest.
 
@@ -42,7 +46,8 @@ class RequestMaker:
 
     codec: ChatCodec
     generation_config: Any
-    context: int  # tokens
+    plan: Plan
+    longest: int
     defaults: GenerationOptions
     system: str | None
     raw: bool
@@ -62,10 +67,10 @@ class RequestMaker:
         if not ids:
             raise BadLine(INVALID_REQUEST, "the prompt has no tokens")
         wanted = self._parameters(line).max_tokens
-        if len(ids) + (wanted or 1) > self.context:
+        if len(ids) + (wanted or 1) > self.longest:
             asked = f" + {wanted:,} answer tokens" if wanted else ""
             raise BadLine(
-                TOO_LONG, f"{len(ids):,} prompt tokens{asked} do not fit the context of {self.context:,} tokens"
+                TOO_LONG, f"{len(ids):,} prompt tokens{asked} do not fit the context of {self.longest:,} tokens"
             )
         return Prompt(ids, _digest([content, asdict(line.options)]))
 
@@ -83,17 +88,24 @@ class RequestMaker:
         return replace(self._parameters(line), seed=seed)
 
     def sequence_tokens(self, line: Line, prompt_tokens: int) -> int:
-        """How long the sequence may become."""
-        wanted = resolve_sampling(self._parameters(line), self.generation_config).max_tokens
-        return min(prompt_tokens + wanted, self.context)
+        """How long the sequence may become. Raises BadLine if there is no memory for that."""
+        asked = prompt_tokens + (self._parameters(line).max_tokens or 1)
+        tokens = min(prompt_tokens + self._wanted(line), self.plan.context)
+        if asked > self.plan.context or self.plan.sequence_bytes(tokens) > self.plan.budget_bytes:
+            raise BadLine(INSUFFICIENT_MEMORY, too_large(self.plan, max(asked, tokens)))
+        return tokens
+
+    def _wanted(self, line: Line) -> int:
+        """Answer tokens, where there is room for them."""
+        return resolve_sampling(self._parameters(line), self.generation_config).max_tokens
 
     def key(self, line: Line, prompt: Prompt, twin: int) -> bytes:
         """16 bytes that change with everything that decides the answer: model, text, parameters, the line's own id.
 
-        No two lines of an input have the same.
+        No two lines of an input have the same. How much memory is free just then makes no difference.
         """
         sampling = resolve_sampling(self.options(line, prompt, twin), self.generation_config)
-        sampling = replace(sampling, max_tokens=self.sequence_tokens(line, len(prompt.ids)) - len(prompt.ids))
+        sampling = replace(sampling, max_tokens=min(self._wanted(line), self.longest - len(prompt.ids)))
         name = line.custom_id if line.named else twin
         return bytes.fromhex(_digest([self.identity, name, prompt.digest, asdict(sampling)]))
 

@@ -92,7 +92,7 @@ def find(paths: OutputPaths, checked: Checked, *, retry_errors: bool) -> Kept:
     """
     judged = _Judged(
         what=bytearray(checked.total),
-        places={entry.key: (entry.place, entry.number) for entry in checked.entries()},
+        places={**{entry.key: (entry.place, entry.number) for entry in checked.entries()}, **checked.too_large},
         bad={problem.custom_id: (place, problem) for place, problem in checked.errors.items()},
         numbers=checked.numbers,
         retry_errors=retry_errors,

@@ -11,14 +11,16 @@ from magicpig_cli.batch.check import Checked, Entry
 from magicpig_cli.batch.line import BadLine, LineError, parse_line
 from magicpig_cli.batch.reader import JsonlSource
 from magicpig_cli.batch.records import answer_record, error_record
-from magicpig_cli.batch.request import RequestMaker
+from magicpig_cli.batch.request import INSUFFICIENT_MEMORY, RequestMaker
 from magicpig_cli.batch.resume import NOTHING_KEPT, Kept
+from magicpig_cli.batch.sharing import Prefixes, prompt_hash
 from magicpig_cli.batch.writer import Output
-from magicpig_cli.errors import MagicpigError
+from magicpig_cli.errors import MagicpigError, MemoryBudgetError
 from magicpig_cli.events import Event, Failed, Finished, PrefillProgress, StepStats
 
 if TYPE_CHECKING:
     from magicpig_cli.engine.engine import Engine, Request
+    from magicpig_cli.engine.prefix import SharedPrefix
 
 INPUT_CHANGED, FAILED = "input_changed", "request_failed"
 
@@ -106,30 +108,41 @@ class BatchRunner:
                 return
 
     def _requests(self, engine: Engine) -> Iterator[Request]:
-        """The good lines, each read again when the engine has room for it."""
-        for entry in self._checked.entries():
+        """The good lines that are not kept, each read again when the engine has room for it.
+
+        Those that share a prefix follow each other.
+        """
+        prefixes = Prefixes(self._checked.sharing, self._runs)
+        for number in filter(self._runs, self._checked.sharing.order):
             if self._stop():
                 return
-            if entry.place in self._kept:
-                continue
+            entry, prefix = self._checked.entry(number), prefixes.of(number)
             try:
-                request = self._request(engine, entry)
-            except BadLine as problem:
-                self._fail(entry, problem.code, problem.message)
+                request = self._request(engine, entry, prefix)
             except MagicpigError as problem:
-                self._fail(entry, FAILED, problem.message)
-            else:
+                self._fail(entry, problem.code if isinstance(problem, BadLine) else FAILED, problem.message)
+                request = None
+            if prefix is not None and (request is None or request.prefix is None):
+                prefix.release()
+            if request is not None:
                 yield request
 
-    def _request(self, engine: Engine, entry: Entry) -> Request:
+    def _runs(self, number: int) -> bool:
+        """Whether a good line is to run."""
+        return self._checked.entry(number).place not in self._kept
+
+    def _request(self, engine: Engine, entry: Entry, prefix: SharedPrefix | None) -> Request:
         raw = self._source.line_at(entry.number, entry.offset)
         line = parse_line(raw)
         if isinstance(line, LineError):
-            raise BadLine(INPUT_CHANGED, "the line is bad, and was good when it was checked: the input has changed")
+            raise BadLine(INPUT_CHANGED, "the line has changed since the check, and is bad now")
         prompt = self._maker.read(line)
         if self._maker.key(line, prompt, entry.twin) != entry.key:
-            raise BadLine(INPUT_CHANGED, "the line asks something else than when it was checked: the input has changed")
-        request = engine.request(str(entry.place), prompt.ids, self._maker.options(line, prompt, entry.twin))
+            raise BadLine(INPUT_CHANGED, "the line or its document has changed since the check")
+        if prompt_hash(prompt.ids) != entry.prompt_hash:  # a template tells the date, and midnight has passed
+            prefix = None
+        options = self._maker.options(line, prompt, entry.twin)
+        request = engine.request(str(entry.place), prompt.ids, options, prefix=prefix)
         self._running[request.key] = entry, line.custom_id
         return request
 
@@ -147,7 +160,8 @@ class BatchRunner:
         elif isinstance(event, Failed):
             progress.reading = None
             entry, custom_id = self._running.pop(event.key)
-            problem = LineError(entry.number, custom_id, FAILED, event.message)
+            code = INSUFFICIENT_MEMORY if event.code == MemoryBudgetError.__name__ else FAILED
+            problem = LineError(entry.number, custom_id, code, event.message)
             self._settle(entry.place, _Outcome(error_record(problem, entry.key), None))
 
     def _fail(self, entry: Entry, code: str, message: str) -> None:

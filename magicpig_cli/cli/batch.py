@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from magicpig_cli.cli.dry_run import count
 from magicpig_cli.cli.options import AsJson, NoLive, Quiet, command_options
 from magicpig_cli.cli.typed import command_with
 from magicpig_cli.config import Settings
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 SOME_FAILED = 3
 _SHOWN_ERRORS = 10
-_HISTOGRAM_WIDTH = 40
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Options:
     force: bool
     ordered: bool
     allow_outside_files: bool
+    share: bool
     as_json: bool
     quiet: bool
     live: bool
@@ -64,7 +65,7 @@ def batch(
         typer.Option("-o", "--output", metavar="OUT.jsonl", help="Default: INPUT.out.jsonl beside it; - is stdout."),
     ] = None,
     batch_size: Annotated[
-        str, typer.Option(metavar="auto|N", help="Sequences decoded together; auto is what fits in memory.")
+        str, typer.Option(metavar="auto|N", help="Sequences decoded together at most, as memory allows.")
     ] = "auto",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check all lines, show the plan, load no weights.")
@@ -81,9 +82,14 @@ def batch(
     force: Annotated[
         bool, typer.Option("--force", help="With --resume: go on with another model or other parameters.")
     ] = False,
-    ordered: Annotated[bool, typer.Option("--ordered", help="Answers in the order of the input.")] = False,
+    ordered: Annotated[
+        bool, typer.Option("--ordered", help="Answers in the order of the input; without it, as they are finished.")
+    ] = False,
     allow_outside_files: Annotated[
         bool, typer.Option("--allow-outside-files", help='Let "file" leave the directory of the input.')
+    ] = False,
+    no_prefix_sharing: Annotated[
+        bool, typer.Option("--no-prefix-sharing", help="Read the common beginning of lines anew for each.")
     ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -92,7 +98,7 @@ def batch(
     """Answer a JSONL file of requests, several at a time."""
     options = Options(
         source, output, _batch_size(batch_size), dry_run, strict, raw, overwrite, resume, retry_errors, force, ordered,
-        allow_outside_files, as_json, quiet, not no_live,
+        allow_outside_files, not no_prefix_sharing, as_json, quiet, not no_live,
     )  # fmt: skip
     _refuse_contradictions(options)
     from magicpig_cli.batch.interrupt import Signals
@@ -208,10 +214,12 @@ def prepare(settings: Settings, options: Options, source: JsonlSource) -> Prepar
         def show(lines: int, done_bytes: int) -> None:
             progress.update(done_bytes, source.size_bytes)
 
-        checked = check(source, maker, show)
+        checked = check(source, maker, show, share=options.share)
     if not options.quiet:
         _show_findings(checked, maker, settings.model.model)
     batch_size = checked.batch_size(plan, options.batch_size)
+    if options.batch_size is not None and not options.quiet and (note := _too_many(checked, plan, options.batch_size)):
+        console.say(note)
     return Prepared(checked, maker, plan, batch_size, time.monotonic() - began)
 
 
@@ -229,6 +237,22 @@ def _show_findings(checked: Checked, maker: RequestMaker, model: str) -> None:
         console.warn(f"{len(checked.errors) - _SHOWN_ERRORS:,} more lines are bad")
 
 
+def _too_many(checked: Checked, plan: Plan, wanted: int) -> str | None:
+    """What to say where so many sequences can never be decoded together."""
+    if not checked.good:
+        return None
+    if wanted > checked.good:
+        return f"--batch-size {wanted:,} is more than the {count(checked.good, 'line')} to answer"
+    shortest = int(checked.lengths()[:, 1].min())
+    room = plan.budget_bytes // max(1, plan.sequence_bytes(shortest))
+    if wanted <= room:
+        return None
+    return (
+        f"--batch-size {wanted:,} is more than memory has room for: {room:,} of even the shortest lines "
+        f"({shortest:,} tokens); the others wait"
+    )
+
+
 def refuse_bad_lines(checked: Checked) -> None:
     """Raise MagicpigError for --strict."""
     if checked.errors:
@@ -241,44 +265,15 @@ def refuse_bad_lines(checked: Checked) -> None:
 
 def _dry_run(prepared: Prepared, options: Options) -> int:
     """Print what a run would meet; returns its exit code. Raises MagicpigError for --strict if a line is bad."""
+    from magicpig_cli.batch.dry_run import DryRun
+    from magicpig_cli.cli.dry_run import print_page
+
     checked = prepared.checked
-    report = {
-        "dry_run": True,
-        "total": checked.total,
-        "ok": checked.good,
-        "failed": len(checked.errors),
-        "skipped": 0,
-        "prompt_tokens": checked.prompt_tokens,
-        "sequence_tokens": checked.sequence_tokens,
-        "histogram": [{"up_to": up_to, "lines": lines} for up_to, lines in checked.histogram()],
-        "batch_size": prepared.batch_size,
-        "plan": list(prepared.plan.reasons),
-    }
+    dry = DryRun.of(checked, prepared.plan, prepared.batch_size)
     if options.as_json:
-        print(json.dumps(report, ensure_ascii=False))
+        print(json.dumps(dry.report(), ensure_ascii=False))
     else:
-        _print_page(prepared)
+        print_page(dry, shared=options.share)
     if options.strict:
         refuse_bad_lines(checked)
     return SOME_FAILED if checked.errors else 0
-
-
-def _print_page(prepared: Prepared) -> None:
-    checked = prepared.checked
-    print(f"{count_lines(checked.total)}: {checked.good:,} good, {len(checked.errors):,} bad")
-    answers = checked.sequence_tokens - checked.prompt_tokens
-    print(f"{checked.prompt_tokens:,} prompt tokens, at most {answers:,} answer tokens")
-    histogram = checked.histogram()
-    most = max((lines for _, lines in histogram), default=0)
-    if histogram:
-        rows = [
-            (f"≤ {up_to:,}", f"{lines:,}", "█" * -(-lines * _HISTOGRAM_WIDTH // most)) for up_to, lines in histogram
-        ]
-        console.print_table(("prompt tokens", "lines", ""), rows, right=("prompt tokens", "lines"))
-    for reason in prepared.plan.reasons:
-        print(reason)
-    print(f"batch size {prepared.batch_size}: sequences decoded together")
-
-
-def count_lines(count: int) -> str:
-    return f"{count:,} line" if count == 1 else f"{count:,} lines"

@@ -17,7 +17,8 @@ from magicpig_cli.batch.resume import NOTHING_KEPT, Kept, find, restore_order
 from magicpig_cli.batch.runner import BatchRunner, Progress
 from magicpig_cli.batch.summary import State, manifest, read_manifest, summary
 from magicpig_cli.batch.writer import Mode, Output, OutputPaths, write_manifest
-from magicpig_cli.cli.batch import SOME_FAILED, Options, Prepared, count_lines, prepare, refuse_bad_lines
+from magicpig_cli.cli.batch import SOME_FAILED, Options, Prepared, prepare, refuse_bad_lines
+from magicpig_cli.cli.dry_run import count
 from magicpig_cli.config import Settings
 from magicpig_cli.errors import INTERRUPTED, MagicpigError
 from magicpig_cli.ui import console
@@ -65,7 +66,9 @@ class BatchRun:
 
     @cached_property
     def _typed(self) -> dict[str, Any]:
-        return parameters.typed(self.settings, raw=self.options.raw, ordered=self.options.ordered)
+        return parameters.typed(
+            self.settings, raw=self.options.raw, ordered=self.options.ordered, prefix_sharing=self.options.share
+        )
 
     def _prepare(self) -> Prepared:
         """Check all lines, with the choices of the run before if this one goes on. Raises MagicpigError."""
@@ -199,7 +202,7 @@ class BatchRun:
         """`12 lines: 11 answered, 1 failed · 1,043 + 480 tokens · 35 s · 24.1 tok/s · answers in o.jsonl`."""
         before = f", {progress.skipped:,} answered before" if progress.skipped else ""
         parts = [
-            f"{count_lines(progress.total)}: {progress.ok:,} answered, {progress.failed:,} failed{before}",
+            f"{count(progress.total, 'line')}: {progress.ok:,} answered, {progress.failed:,} failed{before}",
             f"{progress.prompt_tokens:,} + {progress.completion_tokens:,} tokens",
             format_seconds(summary["wall_s"]),
         ]
@@ -220,9 +223,11 @@ class BatchRun:
 def _findings(kept: Kept, total: int) -> list[str]:
     """What an earlier run has left, for people."""
     failed = f", {kept.failed:,} have failed" if kept.failed else ""
-    found = [f"going on: {kept.answered:,} of {count_lines(total)} are answered{failed}"]
+    found = [f"going on: {kept.answered:,} of {count(total, 'line')} are answered{failed}"]
     if kept.stale:
-        found.append(f"{count_lines(kept.stale)} of the output hold no longer: what they answer is gone or has changed")
+        found.append(
+            f"{count(kept.stale, 'line')} of the output hold no longer: what they answer is gone or has changed"
+        )
     if kept.torn_bytes:
         found.append(f"the last line was not finished: {kept.torn_bytes:,} bytes are cut")
     return found

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from tests.batch.desk import Desk, as_bytes
 from tests.text.vocabularies import CHATML, byte_level
 from tests.tiny import tiny_config, tiny_model
 
+GIB = 1 << 30
+
 
 @pytest.fixture
 def source(tmp_path: Path) -> Callable[..., JsonlSource]:
@@ -38,17 +41,30 @@ def source(tmp_path: Path) -> Callable[..., JsonlSource]:
     return write
 
 
+@pytest.fixture(scope="session")
+def planned() -> Plan:
+    """A plan of the tiny model; tests set its budget, context and chunk."""
+    machine = Hardware(
+        cpu_model="test", isa="portable", tiers=("portable",), cores_physical=2, cores_usable=2, threads=2,
+        numa_nodes=1, memory_total=8 * GIB, memory_free=8 * GIB, memory_limit=None, process_bytes=0,
+    )  # fmt: skip
+    return plan(machine, shape_from_config(tiny_config("llama")), Settings())
+
+
 @pytest.fixture
-def maker(tmp_path: Path) -> Callable[..., RequestMaker]:
-    """`maker(template=…, context=…, …)`: without the special tokens of a template a token is a byte."""
+def maker(tmp_path: Path, planned: Plan) -> Callable[..., RequestMaker]:
+    """`maker(template=…, context=…, chunk=…, …)`: without the special tokens of a template a token is a byte."""
 
     def make(template: str | None = CHATML, **changes: Any) -> RequestMaker:
         tokenizer = byte_level(adds_bos=changes.pop("adds_bos", False))
         tokenizer.chat_template = template
+        context = changes.pop("context", 1000)
+        of_plan = {key: changes.pop(key) for key in ("chunk", "budget_bytes") if key in changes}
         values = {
             "codec": ChatCodec(tokenizer, LlamaConfig(eos_token_id=None), GenerationConfig()),
-            "generation_config": None, "context": 1000, "defaults": GenerationOptions(), "system": None, "raw": False,
-            "directory": tmp_path, "allow_outside_files": False, "identity": "a model",
+            "generation_config": None, "plan": replace(planned, context=context, **of_plan), "longest": context,
+            "defaults": GenerationOptions(), "system": None, "raw": False, "directory": tmp_path,
+            "allow_outside_files": False, "identity": "a model",
         }  # fmt: skip
         return RequestMaker(**{**values, **changes})
 
@@ -74,23 +90,12 @@ def tiny_directory(tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="session")
-def tiny_plan() -> Plan:
-    """A plan of the tiny model; tests set its budget."""
-    gib = 1 << 30
-    machine = Hardware(
-        cpu_model="test", isa="portable", tiers=("portable",), cores_physical=2, cores_usable=2, threads=2,
-        numa_nodes=1, memory_total=8 * gib, memory_free=8 * gib, memory_limit=None, process_bytes=0,
-    )  # fmt: skip
-    return plan(machine, shape_from_config(tiny_config("llama")), Settings())
-
-
 @pytest.fixture
-def desks(maker, tiny_plan, tmp_path_factory, monkeypatch) -> Callable[[], Desk]:
+def desks(maker, planned, tmp_path_factory, monkeypatch) -> Callable[[], Desk]:
     """`desks()`: a directory of its own for runs over a scripted engine. Nothing waits for the disk: no test here
     could see the difference."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    return lambda: Desk(tmp_path_factory.mktemp("desk"), maker(raw=True), tiny_plan, monkeypatch)
+    return lambda: Desk(tmp_path_factory.mktemp("desk"), maker(raw=True), planned, monkeypatch)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""One reading of all lines: counts, ids, lengths, how many fit together, and progress."""
+"""One reading of all lines: counts, ids, lengths, how many run together, and progress."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ import pytest
 
 from magicpig_cli.batch.check import Checked, Entry, check
 from magicpig_cli.batch.line import _KINDS
-from magicpig_cli.errors import MemoryBudgetError, UsageError
+from magicpig_cli.errors import UsageError
 from tests.batch.test_line import EXTREME_VALUES, PLACES
-
-GIB = 1 << 30
 
 
 def lengths(*sequences: int) -> Checked:
     """A check of lines with these prompt lengths, each with room for ten more tokens."""
     checked = Checked(total=len(sequences))
     for place, tokens in enumerate(sequences):
-        checked.add(Entry(place, place + 1, 0, -1, -1, 0, tokens, tokens + 10))
+        checked.add(Entry(place, place + 1, 0, -1, -1, 0, -2, tokens, tokens + 10))
     return checked
 
 
@@ -107,18 +105,11 @@ def test_histogram_in_powers_of_two():
     assert lengths().histogram() == []
 
 
-def test_batch_size_is_what_fits_even_if_the_longest_meet(tiny_plan):
-    checked = lengths(1500, 400, 1500, 400, 700)
-    need = [tiny_plan.sequence_bytes(tokens + 10) for tokens in (1500, 1500, 700, 400, 400)]
-    for count in range(1, 5):
-        budget = sum(need[: count + 1]) - 1
-        tight = replace(tiny_plan, budget_bytes=budget)
-        assert checked.batch_size(tight, None) == count
-        assert checked.batch_size(tight, count) == count
-        with pytest.raises(MemoryBudgetError) as caught:
-            checked.batch_size(tight, count + 1)
-        assert f"--batch-size {count} " in str(caught.value.hint)
-    assert checked.batch_size(tiny_plan, None) == 5
-    assert lengths(*[100] * 50).batch_size(tiny_plan, None) == tiny_plan.max_batch
-    assert lengths(*[100] * 50).batch_size(tiny_plan, 50) == 50
-    assert lengths().batch_size(tiny_plan, None) == 1
+@pytest.mark.parametrize(
+    ("lines", "wanted", "size"),
+    [(5, None, 5), (50, None, 8), (50, 50, 50), (50, 3, 3), (2, 64, 2), (0, None, 1), (0, 4, 1)],
+)
+def test_batch_size_is_a_cap(planned, lines, wanted, size):
+    """Memory is asked when a line is admitted: how long the others are does not matter here."""
+    tight = replace(planned, max_batch=8, budget_bytes=planned.sequence_bytes(1500))
+    assert lengths(*[1400] * lines).batch_size(tight, wanted) == size

@@ -212,6 +212,10 @@ def test_dry_run(batch, no_weights):
     assert "2 lines: 2 good, 0 bad" in done.out
     assert "memory: " in done.out
     assert "batch size 2" in done.out
+    assert "no shared prefixes" in done.out
+    assert "memory has room for " in done.out
+    assert "duration: about " in done.out
+    assert "every answer at its longest" in done.out
     assert [line.split()[:3] for line in done.out.splitlines() if line.lstrip().startswith("≤")] == [
         ["≤", "64", "1"], ["≤", "128", "0"], ["≤", "256", "0"], ["≤", "512", "1"],
     ]  # fmt: skip
@@ -221,6 +225,32 @@ def test_dry_run(batch, no_weights):
     assert report["sequence_tokens"] == 4 + 6 + 300 + 10  # the model's own answer length where the line has none
     assert report["histogram"][0] == {"up_to": 64, "lines": 1}
     assert len(report["plan"]) >= 4
+    assert (report["shared_prefixes"], report["saved_prompt_tokens"]) == (0, 0)
+    assert report["fits"]["longest"]["tokens"] == 310
+    assert report["predicted"]["total_s"] == report["predicted"]["prefill_s"] + report["predicted"]["decode_s"] > 0
+
+
+def test_dry_run_of_lines_that_share(batch, no_weights):
+    Path("d.txt").write_text("All about ferries. " * 100)
+    write("in.jsonl", *({"prompt": f"Question {n}?", "file": "d.txt"} for n in range(3)))
+    report = json.loads(batch("in.jsonl", "--dry-run", "--json").out)
+    assert report["shared_prefixes"] == 1
+    apart = json.loads(batch("in.jsonl", "--dry-run", "--json", "--no-prefix-sharing").out)
+    assert (apart["shared_prefixes"], apart["saved_prompt_tokens"]) == (0, 0)
+    assert apart["prompt_tokens"] == report["prompt_tokens"]
+    assert apart["predicted"]["prefill_s"] > 1.5 * report["predicted"]["prefill_s"]
+    assert "read by itself, as asked" in batch("in.jsonl", "--dry-run", "--no-prefix-sharing").out
+    page = batch("in.jsonl", "--dry-run").out
+    assert f"1 shared prefix: {report['saved_prompt_tokens']:,} prompt tokens need not be read again" in page
+
+
+def test_a_batch_size_of_no_use_is_said(batch, no_weights):
+    write("in.jsonl", GOOD, {"prompt": "x"})
+    assert (
+        "--batch-size 64 is more than the 2 lines to answer" in batch("in.jsonl", "--dry-run", "--batch-size", "64").err
+    )
+    assert "--batch-size" not in batch("in.jsonl", "--dry-run", "--batch-size", "2").err
+    assert batch("in.jsonl", "--dry-run", "--batch-size", "64", "-q").err == ""
 
 
 def test_dry_run_of_bad_lines(batch, no_weights):

@@ -11,6 +11,8 @@ from transformers import GenerationConfig
 from magicpig_cli.batch.line import BadLine, Line, parse_line
 from magicpig_cli.batch.reader import RawLine
 from magicpig_cli.config import GenerationOptions
+from magicpig_cli.planner.memory import sequence_parts, written_out
+from magicpig_cli.units import format_bytes
 from tests.text.vocabularies import STRICT
 
 
@@ -26,8 +28,9 @@ def text(maker, content: dict) -> str:
 
 
 def refusal(maker, content: dict) -> BadLine:
+    asked = line(content)
     with pytest.raises(BadLine) as caught:
-        maker.read(line(content))
+        maker.sequence_tokens(asked, len(maker.read(asked).ids))
     return caught.value
 
 
@@ -156,7 +159,7 @@ def test_a_key_changes_with_everything_that_decides_the_answer(maker, tmp_path):
     (tmp_path / "d.txt").write_text("one")
     (tmp_path / "e.txt").write_text("one")
     keys = [key(maker, {**asked, **change}) for change in (
-        {}, {"id": "b"}, {"prompt": "Why"}, {"file": "d.txt"}, {"file": "e.txt"}, {"system": "s"}, {"max_tokens": 5},
+        {}, {"id": "b"}, {"prompt": "Why"}, {"file": "d.txt"}, {"system": "s"}, {"max_tokens": 5},
         {"temperature": 0.25}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}, {"repetition_penalty": 1.5},
         {"stop": "x"}, {"seed": 5},
     )]  # fmt: skip
@@ -167,9 +170,10 @@ def test_a_key_changes_with_everything_that_decides_the_answer(maker, tmp_path):
         {"generation_config": GenerationConfig(do_sample=True, top_k=7)},
     )]  # fmt: skip
     keys += [key(maker, {"prompt": "Why?"}), key(maker, {"prompt": "Why?"}, twin=1)]
+    assert key(maker, {**asked, "file": "d.txt"}) == key(maker, {**asked, "file": "e.txt"})  # the text alone counts
     (tmp_path / "d.txt").write_text("two")
     keys.append(key(maker, {**asked, "file": "d.txt"}))
-    assert len(set(keys)) == len(keys)
+    assert len(set(keys)) == len(keys), [keys.index(one) for one in keys]
     assert key(maker, asked, system="s") == key(maker, {**asked, "system": "s"})
 
 
@@ -207,3 +211,27 @@ def test_what_the_template_or_codec_refuses_fails_its_line(maker):
     assert "robot" in refusal(maker(), {"messages": [{**USER, "role": "robot"}]}).message
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     assert "image_url" in refusal(maker(), {"messages": [image]}).message
+
+
+def test_lines_that_memory_has_no_room_for_say_the_sum(maker, planned):
+    """Within what the model can: too long for a context that memory has cut down, or for the budget by itself."""
+    cut = maker(raw=True, context=100, longest=1000)
+    refused = refusal(cut, {"prompt": "x" * 150})
+    assert refused.code == "insufficient_memory"
+    needed = f"a sequence of 151 tokens takes {written_out(sequence_parts(cut.plan, 151))}"
+    assert refused.message.startswith(needed)
+    assert f"but {format_bytes(cut.plan.budget_bytes)} of memory are free" in refused.message
+    assert "keys and values + " in refused.message
+    assert " = " in refused.message
+    assert refusal(cut, {"prompt": "x", "max_tokens": 200}).code == "insufficient_memory"
+    beyond = refusal(cut, {"prompt": "x" * 1000})
+    assert beyond.code == "context_length_exceeded"
+    assert "1,000 prompt tokens do not fit the context of 1,000 tokens" in beyond.message
+
+    asked = line({"prompt": "x", "max_tokens": 100})
+    enough = planned.sequence_bytes(700)
+    assert maker(budget_bytes=enough).sequence_tokens(asked, 600) == 700
+    with pytest.raises(BadLine) as caught:
+        maker(budget_bytes=enough - 1).sequence_tokens(asked, 600)
+    assert caught.value.code == "insufficient_memory"
+    assert format_bytes(enough) in caught.value.message

@@ -105,7 +105,9 @@ def test_answer_record_has_the_documented_form(run):
     assert body["created"] > 1.7e9
     message = {"role": "assistant", "content": "98 99 0"}
     assert body["choices"] == [{"index": 0, "message": message, "finish_reason": "length"}]
-    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert body["usage"] == {
+        "prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
     assert body["magicpig"] == {"ttft_ms": 125.0, "tpot_ms": 10.0, "sampled_ratio": 0.25, "seed": 7}
 
 
