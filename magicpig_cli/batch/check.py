@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,13 +12,14 @@ import numpy as np
 
 from magicpig_cli.batch.line import BadLine, Line, LineError, parse_line, shortened
 from magicpig_cli.batch.reader import JsonlSource
-from magicpig_cli.batch.request import RequestMaker
+from magicpig_cli.batch.request import INSUFFICIENT_MEMORY, RequestMaker
 from magicpig_cli.batch.sharing import PrefixFinder, Sharing
 from magicpig_cli.errors import UsageError
 from magicpig_cli.planner import Plan
 
 _NAMES_KEPT = 8  # of foreign models and ignored keys
 _SHOWN = 80  # characters of an id or a key in a message
+_KEY = struct.Struct(">qq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +29,17 @@ class Entry:
     place: int
     number: int
     offset: int
-    fingerprint: int  # of the line's bytes
-    prompt_hash: int  # of all its token ids, so that a document that has changed since is seen
+    key_high: int  # the line's key, in two halves
+    key_low: int
+    twin: int  # lines without an id before it that ask the same, if it has none either
+    prompt_hash: int  # of all its token ids
     prompt_tokens: int
     sequence_tokens: int  # with the longest answer it may get
+
+    @property
+    def key(self) -> bytes:
+        """See RequestMaker.key."""
+        return _KEY.pack(self.key_high, self.key_low)
 
 
 _COLUMNS = len(fields(Entry))
@@ -39,10 +48,11 @@ _PROMPT, _SEQUENCE = _COLUMNS - 2, _COLUMNS - 1
 
 @dataclass
 class Checked:
-    """The input after one reading. A good line takes seven numbers here, its id, and two for what it shares."""
+    """The input after one reading. A good line takes nine numbers here, its id, and two for what it shares."""
 
     total: int = 0
     errors: dict[int, LineError] = field(default_factory=dict)  # by place
+    too_large: dict[bytes, tuple[int, int]] = field(default_factory=dict)  # bad for that alone: key → (place, number)
     numbers: dict[str, int] = field(default_factory=dict)  # id → line number
     models: set[str] = field(default_factory=set)  # names that lines give
     ignored: set[str] = field(default_factory=set)  # keys that mean nothing here
@@ -101,6 +111,7 @@ def check(
     lines.
     """
     checked = Checked()
+    twins: Counter[str] = Counter()
     finder = PrefixFinder(maker.plan.chunk)
     for place, raw in enumerate(source.lines()):
         line = parse_line(raw)
@@ -108,13 +119,21 @@ def check(
         if isinstance(line, Line):
             _note(checked, line)
             try:
-                ids = maker.prompt_ids(line)
-                longest = maker.sequence_tokens(line, len(ids))
+                prompt = maker.read(line)
+                twin = 0
+                if not line.named:
+                    twin = twins[prompt.digest]
+                    twins[prompt.digest] += 1
+                key = maker.key(line, prompt, twin)
+                longest = maker.sequence_tokens(line, len(prompt.ids))
             except BadLine as problem:
+                if problem.code == INSUFFICIENT_MEMORY:
+                    checked.too_large[key] = place, line.number
                 line = LineError(line.number, line.custom_id, problem.code, problem.message)
             else:
-                whole = finder.add(ids)
-                checked.add(Entry(place, raw.number, raw.offset, raw.fingerprint, whole, len(ids), longest))
+                high, low = _KEY.unpack(key)
+                whole = finder.add(prompt.ids)
+                checked.add(Entry(place, raw.number, raw.offset, high, low, twin, whole, len(prompt.ids), longest))
         if isinstance(line, LineError):
             checked.errors[place] = line
         checked.total = place + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from magicpig_cli.batch.parameters import chosen, identity
 from magicpig_cli.batch.reader import JsonlSource
 from magicpig_cli.batch.request import RequestMaker
 from magicpig_cli.config import Settings
@@ -38,5 +39,6 @@ def without_weights(
         raw=raw,
         directory=source.directory,
         allow_outside_files=allow_outside_files,
+        identity=identity(settings, chosen(planned), raw),
     )
     return maker, planned

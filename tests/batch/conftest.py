@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +22,11 @@ from magicpig_cli.engine.conversation import ChatCodec
 from magicpig_cli.hardware import Hardware
 from magicpig_cli.model.shape import shape_from_config
 from magicpig_cli.planner import Plan, plan
+from tests.batch.desk import Desk, as_bytes
 from tests.text.vocabularies import CHATML, byte_level
 from tests.tiny import tiny_config, tiny_model
 
 GIB = 1 << 30
-
-
-def as_bytes(*lines: Any) -> bytes:
-    """JSON values, or bytes as they are, one per line."""
-    return b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
 
 
 @pytest.fixture
@@ -66,7 +64,7 @@ def maker(tmp_path: Path, planned: Plan) -> Callable[..., RequestMaker]:
             "codec": ChatCodec(tokenizer, LlamaConfig(eos_token_id=None), GenerationConfig()),
             "generation_config": None, "plan": replace(planned, context=context, **of_plan), "longest": context,
             "defaults": GenerationOptions(), "system": None, "raw": False, "directory": tmp_path,
-            "allow_outside_files": False,
+            "allow_outside_files": False, "identity": "a model",
         }  # fmt: skip
         return RequestMaker(**{**values, **changes})
 
@@ -90,3 +88,29 @@ def tiny_directory(tmp_path_factory) -> Path:
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture
+def desks(maker, planned, tmp_path_factory, monkeypatch) -> Callable[[], Desk]:
+    """`desks()`: a directory of its own for runs over a scripted engine. Nothing waits for the disk: no test here
+    could see the difference."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    return lambda: Desk(tmp_path_factory.mktemp("desk"), maker(raw=True), planned, monkeypatch)
+
+
+@pytest.fixture
+def process(tiny_directory, tmp_path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`process(*arguments)`: a real `magicpig batch` of the tiny model, in an empty directory."""
+    started = []
+
+    def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "magicpig_cli", "batch", *arguments, "-m", str(tiny_directory), "-t", "1"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(tmp_path)}
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **streams))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+        one.communicate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ def lengths(*sequences: int) -> Checked:
     """A check of lines with these prompt lengths, each with room for ten more tokens."""
     checked = Checked(total=len(sequences))
     for place, tokens in enumerate(sequences):
-        checked.add(Entry(place, place + 1, 0, -1, -2, tokens, tokens + 10))
+        checked.add(Entry(place, place + 1, 0, -1, -1, 0, -2, tokens, tokens + 10))
     return checked
 
 
@@ -30,10 +31,22 @@ def test_good_and_bad_lines_and_what_is_told_of_them(source, checked):
     first, second = result.entries()
     assert (first.place, first.number, first.prompt_tokens, first.sequence_tokens) == (0, 1, 3, 7)
     assert (second.place, second.number, second.prompt_tokens, second.sequence_tokens) == (2, 4, 5, 517)
-    assert opened.line_at(second.number, second.offset).fingerprint == second.fingerprint
+    assert json.loads(opened.line_at(second.number, second.offset).data) == {"prompt": "defgh"}
+    assert first.key != second.key
     assert (result.prompt_tokens, result.sequence_tokens) == (8, 524)
     assert (result.models, result.ignored) == ({"other"}, {"extra"})
     assert result.numbers == {"line-1": 1, "line-3": 3, "line-4": 4, "line-5": 5}
+
+
+def test_lines_without_an_id_that_ask_the_same_are_told_apart(source, checked, maker):
+    same = {"prompt": "x"}
+    result = checked(source(same, {"prompt": "x", "seed": 1}, {**same, "id": "a"}, same, {**same, "id": "b"}, same))
+    assert [entry.twin for entry in result.entries()] == [0, 0, 0, 1, 0, 2]
+    assert len({entry.key for entry in result.entries()}) == 6
+    moved = checked(source({"prompt": "first"}, same, same))
+    assert [entry.key for entry in moved.entries()][1:] == [
+        entry.key for entry in result.entries() if entry.number in (1, 4)
+    ]
 
 
 @pytest.mark.parametrize("raw", [True, False])

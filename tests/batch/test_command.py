@@ -6,9 +6,7 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +17,7 @@ import magicpig_cli
 from magicpig_cli.cli import app
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.events import Finished
-from tests.batch.conftest import as_bytes
+from tests.batch.desk import MANY, as_bytes, wait_for_records
 
 GOOD = {"id": "a", "prompt": "Why?"}
 SUMMARY_KEYS = [
@@ -162,7 +160,12 @@ def test_an_answer_does_not_depend_on_order_neighbours_or_batch_size(batch):
         (["in.jsonl", "--dense-layers", "7"], b"", 2, "layer 7"),
         (["-", "--strict"], as_bytes(GOOD, {"prompt": 1}, b"{"), 1, "2 of 3 lines are bad; line 2: prompt"),
         ([], b"", 2, "INPUT.jsonl"),
-        (["in.jsonl", "--resume"], b"", 2, "--resume"),
+        (["in.jsonl", "--resume", "--overwrite"], b"", 2, "--resume keeps the output and --overwrite replaces it"),
+        (["in.jsonl", "--retry-errors"], b"", 2, "--retry-errors"),
+        (["in.jsonl", "--force"], b"", 2, "--force"),
+        (["in.jsonl", "--resume", "-o", "-"], b"", 2, "--resume needs a file"),
+        (["-", "--resume"], b"", 2, "--resume needs a file"),
+        (["in.jsonl", "--resume", "-o", "old.jsonl"], b"", 2, "old.meta.json must say with what"),
     ],
 )
 def test_refused_before_weights_are_read(batch, no_weights, arguments, stdin, code, says):
@@ -313,57 +316,8 @@ def test_interrupted_while_loading_writes_nothing(batch, monkeypatch):
     monkeypatch.setattr(Engine, "load", interrupted)
     done = batch("in.jsonl")
     assert done.code == 130
-    assert "interrupted: 0 of 2 lines are done\n" in done.err
+    assert "interrupted: 0 of 2 lines are done\nto go on: " in done.err
     assert names() == {"in.jsonl"}
-
-
-@pytest.fixture
-def process(tiny_directory, tmp_path):
-    """`process(*arguments)`: a real one, in an empty directory."""
-    started = []
-
-    def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "magicpig_cli", "batch", *arguments, "-m", str(tiny_directory), "-t", "1"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(tmp_path)}
-        started.append(subprocess.Popen(
-            command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            **options,
-        ))  # fmt: skip
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.kill()
-        one.communicate()
-
-
-def wait_for_records(path: Path, count: int, running: subprocess.Popen[str]) -> None:
-    while not path.exists() or path.read_bytes().count(b"\n") < count:
-        assert running.poll() is None, running.communicate()
-        time.sleep(0.01)
-
-
-MANY = [{"id": str(n), "prompt": f"Question {n}", "max_tokens": 100} for n in range(2000)]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_after_whole_records(process, tmp_path, number):
-    (tmp_path / "in.jsonl").write_bytes(as_bytes({"prompt": 1}, *MANY))
-    running = process("in.jsonl", "--batch-size", "2", "--json")
-    answers = tmp_path / "in.out.jsonl"
-    wait_for_records(answers, 3, running)
-    running.send_signal(number)
-    out, err = running.communicate(timeout=60)
-    assert running.returncode == 130
-    done = len(records(answers))
-    assert answers.read_bytes().endswith(b"\n")
-    assert 3 <= done < 2000
-    assert f"interrupted: {done + 1} of 2,001 lines are done" in err
-    assert "Traceback" not in err
-    assert "\x1b" not in out + err
-    assert json.loads(out)["ok"] == done
-    assert json.loads((tmp_path / "in.out.meta.json").read_text())["state"] == "interrupted"
-    assert not (tmp_path / "in.out.lock").exists()
 
 
 def test_killed_and_a_second_writer(process, tmp_path):
@@ -396,20 +350,3 @@ def test_a_reader_that_has_seen_enough(process, tmp_path):
     assert running.stderr is not None
     assert running.stderr.read() == ""
     assert running.wait(timeout=60) == 1
-
-
-def test_a_second_signal_does_not_wait():
-    """While answers are written the first signal only asks; any other raises at once."""
-    from magicpig_cli.cli.batch import _Signals
-
-    before = signal.getsignal(signal.SIGTERM)
-    with _Signals() as signals:
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert not signals.asked
-        with signals.gently():
-            os.kill(os.getpid(), signal.SIGINT)
-            assert signals.asked
-            with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is before

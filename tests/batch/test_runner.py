@@ -113,7 +113,7 @@ def test_answer_record_has_the_documented_form(run):
 
 def test_one_token_answers_have_no_time_per_token():
     finished = Finished("0", "stop", (5,), "x", "", 2, 0, Timing(0.1, 0.1, ()), sampled=0, offloaded=0, seed=1)
-    body = answer_record("a", "fake", finished)["response"]["body"]
+    body = answer_record("a", b"k" * 16, "fake", finished)["response"]["body"]
     assert body["magicpig"]["tpot_ms"] is None
     assert body["magicpig"]["sampled_ratio"] is None  # exact attention
     assert body["choices"][0]["finish_reason"] == "stop"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Container
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
@@ -28,12 +28,22 @@ LINES = (  # alone, about the document, nested in it, alone, about the document
 )
 
 
+class Answered(frozenset):
+    """Places that an earlier run has answered."""
+
+    failed = 0
+
+    @property
+    def answered(self) -> int:
+        return len(self)
+
+
 @pytest.fixture
 def run(source, maker):
     """`run(*lines, …)`: all of it; what came out, and the engine."""
 
     def start(
-        *lines, share: bool = True, ordered: bool = False, batch_size: int = 1, places: Container[int] | None = None,
+        *lines, share: bool = True, ordered: bool = False, batch_size: int = 1, places: Iterable[int] | None = None,
         engine: FakeEngine | None = None, between=lambda: None,
     ) -> SimpleNamespace:  # fmt: skip
         opened = source(*lines)
@@ -41,8 +51,9 @@ def run(source, maker):
         checked = check(opened, chosen, lambda lines, done: None, share=share)
         between()
         stream, engine = io.BytesIO(), engine or FakeEngine()
+        kept = Answered() if places is None else Answered(set(range(len(lines))) - set(places))
         runner = BatchRunner(
-            opened, checked, chosen, Output.to_stream(stream), ordered=ordered, stop=lambda: False, places=places
+            opened, checked, chosen, Output.to_stream(stream), ordered=ordered, stop=lambda: False, kept=kept
         )
         for _ in runner.run(engine, batch_size):
             pass
