@@ -45,5 +45,8 @@ class Admission:
 
     def bytes_of(self, tokens: int, prefix: SharedPrefix | None) -> int:
         """What a sequence of `tokens` may take beside the prefix that it is forked from."""
-        plan = self._plan
-        return plan.sequence_bytes(tokens) - (plan.shared_bytes(prefix.tokens, tokens) if prefix else 0)
+        need = self._plan.sequence_bytes(tokens)
+        if prefix is None:
+            return need
+        lengths = [part.tokens for part in prefix.chain()]
+        return need - self._plan.shared_bytes(prefix.tokens, tokens, lengths[:0:-1])

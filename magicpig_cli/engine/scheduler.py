@@ -90,6 +90,14 @@ class _Answer:
         """Tokens of the sequence at its end, at most."""
         return len(self.request.prompt_ids) + self.limit
 
+    @property
+    def read_before(self) -> int:
+        """Prompt tokens whose rows somebody has made already."""
+        prefix = self.request.prefix
+        if prefix is None:
+            return self.reused
+        return next((part.tokens for part in prefix.chain() if part.sequence is not None), 0)
+
     def close(self) -> None:
         """Free what it holds, unless that is its caller's."""
         if self.reading is not None:
@@ -196,7 +204,7 @@ class Scheduler:
             if short is None:
                 self._waiting_since = None
                 self._reading = answer
-                yield PrefillProgress(answer.key, answer.reused, len(request.prompt_ids), 0.0)
+                yield PrefillProgress(answer.key, answer.read_before, len(request.prompt_ids), 0.0)
                 return
             self._put_back.appendleft(request)
             if self._running:
