@@ -444,7 +444,7 @@ def test_tables_are_those_of_the_run_before(desk):
     desk.patch.setattr(prepare, "without_weights", Prepare())
     options = replace(_DEFAULTS, source=str(desk.directory / "in.jsonl"), resume=True)
     with pytest.raises(UsageError, match="-K was 9 and is 10"):  # where it cannot have them
-        command._run(Settings(), options, Signals(), "")
+        command._run(Settings(), options, Signals(), [])
     (attention,) = asked_for
     assert (attention.K, attention.L, attention.dense_layers) == (9, 120, (0, 1))
 
