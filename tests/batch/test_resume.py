@@ -177,6 +177,23 @@ def test_what_is_no_record_goes(desk, junk):
     assert desk.loaded == 1
 
 
+def test_of_several_records_of_a_line_one_stays_an_answer_rather_than_a_failure(desk):
+    desk.write(*LINES)
+    desk.run()
+    wanted, answers, errors = desk.result(), desk.answers.read_bytes(), desk.errors.read_bytes()
+    first = json.loads(answers.splitlines()[0])
+    failed = {**first, "response": None, "error": {"code": "request_failed", "message": "once", "line": 1}}
+    desk.errors.write_bytes(errors + as_bytes(failed))
+    assert desk.run(resume=True) == 3
+    assert (desk.answers.read_bytes(), desk.errors.read_bytes()) == (answers, errors)
+    for path in (desk.answers, desk.errors):
+        path.write_bytes(2 * path.read_bytes())
+    assert desk.run(resume=True) == 3
+    assert (desk.answers.read_bytes(), desk.errors.read_bytes()) == (answers, errors)
+    assert desk.result() == wanted
+    assert desk.loaded == 1
+
+
 # Inputs that change
 
 
