@@ -10,13 +10,13 @@ import torch
 
 from magicpig_cli import kernels
 from magicpig_cli.cache.sequence import Sequence
-from magicpig_cli.config import GenerationOptions, Settings
+from magicpig_cli.config import MAX_DELAY_S, GenerationOptions, Settings
 from magicpig_cli.engine.admission import Admission
 from magicpig_cli.engine.conversation import ChatCodec
 from magicpig_cli.engine.prefix import SharedPrefix
 from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.engine.sampling import resolve_sampling
-from magicpig_cli.engine.scheduler import MAX_DELAY_S, Request, Scheduler
+from magicpig_cli.engine.scheduler import Request, Scheduler
 from magicpig_cli.errors import ContextError, MagicpigError
 from magicpig_cli.events import MEASURING, Event, LoadProgress
 from magicpig_cli.model import loader
