@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +15,6 @@ import typer
 
 from magicpig_cli.cli.dry_run import count
 from magicpig_cli.cli.options import AsJson, NoLive, Quiet, command_options
-from magicpig_cli.cli.typed import command_with
 from magicpig_cli.config import MAX_DELAY_S, Settings
 from magicpig_cli.errors import MagicpigError, UsageError
 from magicpig_cli.events import MEASURING
@@ -109,13 +108,13 @@ def batch(
     from magicpig_cli.batch.interrupt import Signals
 
     with console.lasting_stderr(), Signals() as signals:
-        code = _run(settings, options, signals, command_with(invocation.obj, "--resume", without=("--overwrite",)))
+        code = _run(settings, options, signals, invocation.obj)
     if code:
         raise typer.Exit(code)
 
 
-def _run(settings: Settings, options: Options, signals: Signals, again: str) -> int:
-    """Returns the exit code. `again`: the command that goes on with this run, should it end early."""
+def _run(settings: Settings, options: Options, signals: Signals, arguments: Sequence[str]) -> int:
+    """Returns the exit code. `arguments`: what was typed, to be typed again should the run end early."""
     from magicpig_cli.batch.reader import JsonlSource
 
     stdin = sys.stdin.buffer if sys.stdin is not None else None  # None in some daemons
@@ -125,7 +124,7 @@ def _run(settings: Settings, options: Options, signals: Signals, again: str) -> 
         with _reserved(options, source) as paths:
             from magicpig_cli.cli.batch_run import BatchRun
 
-            return BatchRun(settings, options, source, paths, signals, again).run()
+            return BatchRun(settings, options, source, paths, signals, arguments).run()
 
 
 def _batch_size(text: str) -> int | None:

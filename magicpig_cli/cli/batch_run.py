@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from magicpig_cli.batch.summary import State, manifest, read_manifest, summary
 from magicpig_cli.batch.writer import Mode, Output, OutputPaths, write_manifest
 from magicpig_cli.cli.batch import SOME_FAILED, Options, Prepared, prepare, refuse_bad_lines
 from magicpig_cli.cli.dry_run import count
+from magicpig_cli.cli.typed import command_with
 from magicpig_cli.config import Settings
 from magicpig_cli.errors import INTERRUPTED, MagicpigError
 from magicpig_cli.events import Event, Requeued, WaitingForMemory
@@ -34,14 +36,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class BatchRun:
-    """One run. `paths`: locked files, None = everything goes to stdout; `again`: the command that goes on with them."""
+    """One run. `paths`: locked files, None = everything goes to stdout; `arguments`: what was typed."""
 
     settings: Settings
     options: Options
     source: JsonlSource
     paths: OutputPaths | None
     signals: Signals
-    again: str
+    arguments: Sequence[str]
     began: float = field(default_factory=time.monotonic)
     _prepared: Prepared | None = None
     _progress: Progress | None = None  # once it is known what is to be done
@@ -204,9 +206,14 @@ class BatchRun:
         self._tell_how_to_go_on()
 
     def _tell_how_to_go_on(self) -> None:
-        if self.paths is not None:
-            stdin = " (with the same input on stdin)" if self.source.path is None else ""
-            console.say(f"to go on{stdin}: {self.again}")
+        if self.paths is None:
+            return
+        stdin = " (with the same input on stdin)" if self.source.path is None else ""
+        if self.options.overwrite and not self._writing:  # what is there is still to be replaced
+            again = command_with(self.arguments, "--overwrite", without=())
+        else:
+            again = command_with(self.arguments, "--resume", without=("--overwrite",))
+        console.say(f"to go on{stdin}: {again}")
 
     def _summary(self) -> dict[str, Any]:
         assert self._prepared is not None

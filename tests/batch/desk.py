@@ -72,7 +72,7 @@ class Desk:
         maker = replace(self.maker, defaults=settings.generation, system=settings.system, identity=identity)
         self.patch.setattr(prepare, "without_weights", lambda *_: (maker, self.plan))
         self.patch.setattr(batch_run, "load_engine", self._load)
-        return command._run(settings, options, signals or Signals(), "magicpig batch --resume")
+        return command._run(settings, options, signals or Signals(), ["batch", "in.jsonl"])
 
     def _load(self, *_: Any, **__: Any) -> FakeEngine:
         self.loaded += 1

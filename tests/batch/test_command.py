@@ -317,7 +317,13 @@ def test_interrupted_while_loading_writes_nothing(batch, monkeypatch):
     done = batch("in.jsonl")
     assert done.code == 130
     assert "interrupted: 0 of 2 lines are done\nto go on: " in done.err
+    assert done.err.rstrip().endswith(" --resume")
     assert names() == {"in.jsonl"}
+    write("in.out.jsonl", "precious")
+    done = batch("in.jsonl", "--overwrite")
+    assert "--overwrite" in done.err  # nothing is replaced yet
+    assert "--resume" not in done.err
+    assert Path("in.out.jsonl").read_bytes() == as_bytes("precious")
 
 
 def test_killed_and_a_second_writer(process, tmp_path):

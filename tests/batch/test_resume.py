@@ -349,6 +349,20 @@ def test_what_failed_because_the_input_changed_runs_again(desk, monkeypatch):
     assert desk.run(resume=True) == 0
 
 
+def test_an_answer_stays_though_its_line_would_not_fit_into_memory_now(desk):
+    desk.write({"id": "long", "prompt": "x" * 50, "max_tokens": 3}, {"prompt": "y", "max_tokens": 3})
+    assert desk.run() == 0
+    before, roomy = desk.result(), desk.maker
+    desk.maker = replace(roomy, plan=replace(roomy.plan, context=40))
+    assert desk.run(resume=True) == 0
+    assert desk.result() == before
+    assert desk.run(overwrite=True) == 3
+    assert [record["error"]["code"] for record in desk.result() if record["error"]] == ["insufficient_memory"]
+    desk.maker = roomy
+    assert desk.run(resume=True) == 0
+    assert desk.result() == before
+
+
 # Other parameters, other outputs
 
 
@@ -430,7 +444,7 @@ def test_tables_are_those_of_the_run_before(desk):
     desk.patch.setattr(prepare, "without_weights", Prepare())
     options = replace(_DEFAULTS, source=str(desk.directory / "in.jsonl"), resume=True)
     with pytest.raises(UsageError, match="-K was 9 and is 10"):  # where it cannot have them
-        command._run(Settings(), options, Signals(), "")
+        command._run(Settings(), options, Signals(), [])
     (attention,) = asked_for
     assert (attention.K, attention.L, attention.dense_layers) == (9, 120, (0, 1))
 
