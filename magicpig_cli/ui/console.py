@@ -64,6 +64,12 @@ def _styled() -> bool:
     return is_live() and not os.environ.get("NO_COLOR")
 
 
+def styles_text(stream: TextIO) -> bool:
+    """Whether text that goes there may be styled, with bullets and lines: a terminal that has colours and UTF-8."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return stream.isatty() and not plain and (stream.encoding or "").lower().replace("-", "") == "utf8"
+
+
 def printable(text: str) -> str:
     """Text from a model, file or exception with control characters made visible, so that it cannot drive a terminal."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
