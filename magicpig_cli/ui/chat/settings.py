@@ -47,7 +47,10 @@ def set_value(chat: Chat, argument: str) -> None:
         chat.look = replace(chat.look, **changes)
     elif value.strip():
         options = replace(chat.settings.generation, **{key: _value(key, value.strip())})
-        resolve_sampling(options, chat.engine.generation_config)
+        try:
+            resolve_sampling(options, chat.engine.generation_config)
+        except UsageError as problem:  # it names the option
+            raise UsageError(problem.message.removeprefix("--"), hint=f"/set {key} {_DEFAULT}") from problem
         chat.settings = replace(chat.settings, generation=options)
     console.say(_setting_line(chat, key))
 

@@ -77,7 +77,7 @@ class Chat:
         return None
 
     def again(self) -> None:
-        """Answer the last message once more. The earlier answer stays if that comes to nothing. Raises MagicpigError."""
+        """Answer the last message once more; the earlier answer stays if there is none. Raises MagicpigError."""
         messages = self.conversation.messages
         if not self.asked:
             raise MagicpigError("there is no question to answer again")
