@@ -29,7 +29,7 @@ class CodeLines:
         from rich.syntax import Syntax
 
         if self._syntax is None:
-            self._syntax = Syntax("", self._language, theme="ansi_dark", background_color="default")
+            self._syntax = Syntax("", self._language, theme="ansi_dark", background_color="default", tab_size=0)
         if self._syntax.lexer is None:
             self._language = ""
             return [(text, "")]

@@ -89,7 +89,7 @@ def test_a_conversation_shows_it_while_it_answers_and_not_at_the_prompt(start, t
 
 
 def test_no_character_of_the_answer_is_lost(start, terminal):
-    arguments = ("chat", "tell me", "-n", "700", "--temperature", "1", "--seed", "3")
+    arguments = ("chat", "tell me", "-n", "700", "--temperature", "1", "--seed", "3", "--no-markdown")
     assert start(*arguments).wait(120) == 0
     terminal.settle()
     with_panel = terminal.everything()
