@@ -29,6 +29,9 @@ _DOWN = "\x1bD"  # one row down in the same column; scrolls at the bottom
 # Everything after the cursor. Not at once: from the top left corner, tmux moves what is erased into its history.
 _ERASE_BELOW = f"{_DOWN}\x1b[A{_SAVE}{_ERASE_RIGHT}\x1b[B\r{_ERASE_REST}{_RESTORE}"
 _TAB = 8
+_JOINER, _AS_EMOJI = "\u200d", "\ufe0f"
+_SKINS, _FLAG_LETTERS = "\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff", range(0x1F1E6, 0x1F200)
+_MOST_POSSIBLE = 12  # columns; a row with so many doubtful emoji may lose a character at its end
 
 Frame = Callable[[int, int], list[str]]  # (columns, rows) of the terminal → rows to show, each narrower than that
 
@@ -36,24 +39,31 @@ Frame = Callable[[int, int], list[str]]  # (columns, rows) of the terminal → r
 class Columns:
     """The column where the text ends, 0-based; the terminal's width means that a row is exactly full.
 
-    After a resize it may be one of several: terminals that re-wrap lines and those that cut them differ.
+    It may be one of several: terminals that re-wrap lines on resize and those that cut them differ, and so do those that
+    join the parts of an emoji and those that do not.
     """
 
     def __init__(self, width: int) -> None:
         self.width = width
         self._line = 0  # cells since the line began
         self._possible = {0}
+        self._last = ""  # character
 
     def after(self, text: str) -> set[int]:
         """Where the text may end once this is written."""
-        return {self._advance(column, text) for column in self._possible}
+        columns, last = self._possible, self._last
+        for character in text:
+            columns = {to for column in columns for to in self._advance(column, character, last)}
+            last = character
+        return columns
 
     @property
     def in_a_line(self) -> bool:
         return self._line > 0
 
     def write(self, text: str) -> None:
-        self._possible = self.after(text)
+        self._possible = set(sorted(self.after(text))[:_MOST_POSSIBLE])
+        self._last = text[-1:] or self._last
         _, newline, last = text.rpartition("\n")
         self._line = cell_len(last) + (0 if newline else self._line)
 
@@ -70,22 +80,34 @@ class Columns:
     def stays(self, text: str) -> bool:
         """Whether the text surely ends in the row where it begins."""
         room = self.width - max(self._possible)
-        return "\n" not in text and "\t" not in text and cell_len(text) < room
+        if "\n" in text or "\t" in text:
+            return False
+        return sum(max(_cells(*pair)) for pair in zip(text, self._last + text, strict=False)) < room
 
     def fills(self, text: str) -> bool:
         """Whether the row may be exactly full once this is written."""
         return self.width in self.after(text)
 
-    def _advance(self, column: int, text: str) -> int:
-        for character in text:
-            if character == "\n":
-                column = 0
-            elif character == "\t":
-                column = min((column // _TAB + 1) * _TAB, self.width - 1)
-            else:
-                cells = get_character_cell_size(character)
-                column = cells if column + cells > self.width else column + cells
-        return column
+    def _advance(self, column: int, character: str, last: str) -> set[int]:
+        if character == "\n":
+            return {0}
+        if character == "\t":
+            return {min((column // _TAB + 1) * _TAB, self.width - 1)}
+        return {
+            cells if column + cells > self.width else column + cells for cells in _cells(character, last)
+        }  # fmt: skip
+
+
+def _cells(character: str, last: str) -> set[int]:
+    """How many cells a character may take after another one."""
+    cells = get_character_cell_size(character)
+    if character == _AS_EMOJI:
+        return {0, 1}
+    if last == _JOINER or character in _SKINS:
+        return {0, cells}
+    if ord(character) in _FLAG_LETTERS:
+        return {0, 1, 2} if last and ord(last) in _FLAG_LETTERS else {1, 2}
+    return {cells}
 
 
 class Below:

@@ -359,12 +359,6 @@ def test_another_system_prompt_keeps_the_conversation(scripted):
     assert statistics(chat.say("bye"))[1] == (tokens("Be brief.", "hi", "aye", "bye"), 4, len("<s>Be "))
 
 
-def test_sessions_are_refused_where_there_are_none(scripted):
-    chat = scripted()
-    for command in ("/save", "/load x", "/sessions"):
-        assert chat.say(command)[-1] == "error: saving conversations is not available here"
-
-
 def test_tab_completes_commands_paths_and_keys(scripted, tmp_path):
     (tmp_path / "a report.txt").write_text("text", encoding="utf-8")
     chat = scripted()
