@@ -56,7 +56,7 @@ TEXTS = {
     # The emulator draws a wide character into the last column, where terminals wrap it: none begins there.
     "wide": "渡轮早上七点开往岛上，中午返回。" * 12 + "\n" + "ab渡" * 30,
     "tabs": "a\tb\tc\n\t\tindented\n" * 4,
-    "emoji": "ab👍🏽 c❤️ d👨‍👩‍👧 e🙂f " * 9 + "\n" + "🎉x" * 30 + "\n",
+    "emoji": "ab👍🏽c❤️👨‍👩‍👧🙂" * 11 + "\n" + "🎉xx🇩🇪" * 20 + "\n",
     "accents": "cafe\u0301 und a\u0308hnlich " * 20,
 }
 
