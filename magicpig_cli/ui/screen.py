@@ -114,7 +114,7 @@ class Columns:
         if not _DOUBTFUL.search(self._last + text) and len(set(map(frozenset, self._possible.values()))) == 1:
             columns = self._possible[_KINDS[0]]
             ends = {self._advance(column, text, _KINDS[0]) for column in columns}
-            return {kind: ends for kind in _KINDS}
+            return dict.fromkeys(_KINDS, ends)
         return {
             kind: {self._advance(column, text, kind) for column in columns} for kind, columns in self._possible.items()
         }

@@ -196,7 +196,7 @@ def test_markup_in_an_answer_is_text(scripted):
 @pytest.mark.parametrize(
     "answer", ["渡轮早上七点开往岛上，中午返回。价格是四十元。", "It is ☀ and 🙂🎉 over 東京, naïve café."]
 )
-@pytest.mark.parametrize("columns", [100, 31])
+@pytest.mark.parametrize("columns", [100, 30])  # pyte loses a wide character that begins in the last column
 def test_characters_of_several_bytes_come_whole(scripted, answer, columns):
     chat = scripted(answer, columns=columns)
     shown = "".join(chat.say("go"))
@@ -304,7 +304,7 @@ def test_undo_regen_and_retry(scripted):
     chat.say("/undo")
     assert chat.say("/context")[-1].startswith(f"{tokens('one') + len('second<')} of 8,192 tokens")
     chat.type("/retry\r")
-    chat.terminal.wait_until(lambda rows: any(row == "> one" for row in rows[-4:] or rows))
+    chat.terminal.wait_until(lambda rows: rows.count("> one") == 2)
     chat.type("!\r")
     chat.sees("fourth")
     assert statistics(chat.at_prompt())[-1][0] == tokens("one!")
@@ -397,8 +397,11 @@ def test_warnings_of_the_context_come_once_each(scripted):
     rows = "\n".join(chat.say("c"))
     assert rows.count("warning") == 2
     assert "(9" in rows.split("warning")[2]
-    assert "error: " in "\n".join(chat.say("d" * 30))
+    chat.type("d" * 30 + "\r")
+    chat.sees("error: 156 prompt tokens do not fit the context of 128 tokens")
+    chat.terminal.wait_until(lambda rows: rows.count("> " + "d" * 30) == 2)  # to be edited
     chat.type("\x03")
+    chat.at_prompt()
     chat.say("/clear")
     assert "\n".join(chat.say("e" * 95)).count("warning") == 3
 
