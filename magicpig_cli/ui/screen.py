@@ -152,12 +152,16 @@ class Below:
         self._send(_BEGIN + (_ERASE_BELOW if resized else "") + self._placed() + _END)
         self.shown = True
 
-    def write(self, text: str, into: TextIO, style: str = "") -> None:
+    def write(self, text: str, into: TextIO) -> None:
         """Text to a stream that ends on the same terminal. Control characters but newline and tab have no place in it.
 
-        Its last characters may be held back: `close` writes them. style: as Rich defines them.
+        Its last characters may be held back: `close` writes them.
         """
-        pieces, self._held = [*self._held, (text, style)], []
+        self.write_styled([(text, "")], into)
+
+    def write_styled(self, pieces: list[Piece], into: TextIO) -> None:
+        """The same for pieces of text with their styles."""
+        pieces, self._held = [*self._held, *pieces], []
         text = "".join(piece for piece, _ in pieces)
         resized = self._follow_size()
         count = len(text)

@@ -186,3 +186,20 @@ def test_after_a_resize_both_kinds_of_terminals_are_thought_of():
     assert not columns.stays("y")
     columns.write("\n")
     assert columns.after("") == {0}
+
+
+def test_styles_do_not_count_as_columns(terminal):
+    """Also where a character that would fill a row is held back for a while."""
+    with terminal.open() as stdout, terminal.open() as stderr:
+        below = Below(stderr, frame)
+        below.draw()
+        for _ in range(9):
+            below.write_styled([("bold ", "bold"), ("plain ", ""), ("in code", "cyan"), (" ", "")], stdout)
+        terminal.settle()
+        _panel_is_whole(terminal)
+        below.close(stdout)
+        terminal.settle()
+    assert terminal.everything() == shown_without_panel("bold plain in code " * 9)
+    assert terminal.style_of("bold").bold
+    assert not terminal.style_of("plain").bold
+    assert terminal.style_of("in code").fg == "cyan"
