@@ -313,6 +313,14 @@ def test_undo_regen_and_retry(scripted):
     assert chat.say("/regen")[-1] == "error: there is no question to answer again"
 
 
+def test_regen_says_when_the_answer_will_be_the_same(scripted):
+    chat = scripted("one", "two", "three", arguments=("--seed", "5"))
+    chat.say("go")
+    assert "seed 5 is fixed and gives the same answer" in "\n".join(chat.say("/regen"))
+    chat.say("/set temperature 0")
+    assert "temperature 0 gives the same answer" in "\n".join(chat.say("/regen"))
+
+
 def test_documents(scripted, tmp_path):
     (tmp_path / "a [/INST] report.txt".replace("/", "∕")).write_text("words " * 30, encoding="utf-8")
     (tmp_path / "scan.pdf").write_bytes(b"%PDF-1.7\n\xff\xfe\0")
