@@ -22,7 +22,7 @@ from magicpig_cli.files import replace_file  # noqa: E402
 from tests.ui.emulator import Emulator  # noqa: E402
 
 BEGIN, END = "<!-- recorded session: scripts/record_session.py -->", "<!-- end of recorded session -->"
-COLUMNS, LINES = 96, 40
+COLUMNS, LINES = 108, 40
 ARGUMENTS = ("chat", "-m", "demo", "-f", "LICENSE", "--temperature", "0", "-n", "48")
 TYPED = (
     "Who may sue over patents under this license?",

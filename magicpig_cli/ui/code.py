@@ -9,7 +9,7 @@ from magicpig_cli.ui.styles import Piece
 if TYPE_CHECKING:
     from rich.syntax import Syntax
 
-_CONTEXT = 60  # lines before that a line is coloured with: it may stand in a comment or a string that was opened there
+_CONTEXT = 30  # lines before that a line is coloured with: it may stand in a comment or a string that was opened there
 
 
 class CodeLines:

@@ -106,6 +106,12 @@ def test_a_marker_without_partner_is_not_waited_for_for_ever():
     assert "*word word" in shown
 
 
+@pytest.mark.parametrize("text", ["*a " * 300, "`" + "x" * 158 + "`", "`" + "x" * 159 + "`", "**" + "y " * 79 + "z**z"])
+def test_how_far_a_partner_may_be_does_not_depend_on_the_pieces(text):
+    for seed in range(5):
+        assert characters(show(text, seed)) == characters(show(text))
+
+
 def test_code_keeps_its_characters_and_is_coloured_line_by_line():
     markdown = Markdown(lambda: 80)
     pieces = markdown.feed('```python\n"""a\n')
