@@ -7,7 +7,9 @@ import errno
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 def refuse_unwritable(path: Path) -> None:
@@ -30,20 +32,42 @@ def replace_file(path: Path, content: bytes) -> None:
     if is_stream(path):
         path.write_bytes(content)
         return
+    with replacement(path) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def replacement(path: Path, temporary_name: str | None = None) -> Iterator[BinaryIO]:
+    """A file to write, which takes the place of the one at `path` once it is whole; not where that ends in an error.
+
+    temporary_name: of that file until then, in the same directory, for callers whose lock keeps others away from it:
+    what a killed process has left there is written over. Raises OSError.
+    """
     target = _target(path)
-    temporary = _beside(target)
+    temporary = _beside(target) if temporary_name is None else target.with_name(temporary_name)
     try:
-        with temporary.open("xb") as file:
-            file.write(content)
+        with temporary.open("xb" if temporary_name is None else "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         if target.exists():
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))
         temporary.replace(target)
+        sync_directory(target.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def sync_directory(path: Path) -> None:
+    """Bring to disk which files are in a directory: what has just been made, renamed or removed there."""
+    with contextlib.suppress(OSError):  # systems and file systems that know no such thing
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def is_stream(path: Path) -> bool:

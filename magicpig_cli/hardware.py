@@ -41,6 +41,7 @@ class Speeds:
     device_to_host_bytes_s: float | None = None
     wake_us: float = 0.0  # that a parallel call waits for threads that have gone to sleep since the last one
     visit_ns: float = 0.0  # one table visited in a look-up, beside the ids in its bucket
+    prompt_multiply_adds_s: float = 0.0  # of a float32 product with as many rows as a prompt chunk has
     buffer_bytes: int = 0  # of memory that reads and products went through, so that none found in a cache what it read
     cache_bytes: int = 0  # last-level cache of the CPUs in use
     cpu_share: float = 1.0  # of `threads` cores that this process got meanwhile; well below 1: others were busy there

@@ -134,6 +134,16 @@ def test_what_is_forgotten_is_free():
     assert place in pool.places
 
 
+def test_what_is_given_back_as_it_is_forgotten_counts_once():
+    pool = CountingPool()
+    mine = pool.take()
+    pool.give_back(pool.share(mine))
+    assert pool.nbytes == pool.block_bytes
+    pool.give_back(pool.share(mine))
+    assert not pool.shared(mine)
+    assert pool.nbytes == pool.block_bytes
+
+
 def test_slabs_grow_with_what_is_in_use(monkeypatch):
     """A process may have 65,530 mappings, whatever memory the machine has."""
     monkeypatch.setattr(blocks_module, "_SLABS_PER_POOL", 8)

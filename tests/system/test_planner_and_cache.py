@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from magicpig_cli import hardware
@@ -18,7 +18,7 @@ from magicpig_cli.cache.index import LshIndex
 from magicpig_cli.cache.store import RowStore
 from magicpig_cli.config import JOINED_ROWS, TAIL_ROWS, AttentionOptions, Settings
 from magicpig_cli.engine.runner import ModelRunner
-from magicpig_cli.kernels import MAX_SEGMENT_ROWS
+from magicpig_cli.kernels import MAX_SEGMENT_ROWS, Segment
 from magicpig_cli.model.shape import ModelShape, shape_from_config
 from magicpig_cli.planner import Plan, most_segments, plan
 from tests.tiny import tiny_model
@@ -193,25 +193,37 @@ class Grown:
         fork.index = None if self.index is None else self.index.fork(fork.stores[1])
         return fork
 
-    def blocks_alone(self) -> int:
-        """Bytes of the blocks that no other holds."""
-        mine = [block for store in self.stores for block in store._arrays + ([store._next[0]] if store._next else [])]
-        return sum(self.pool.block_bytes for block in mine if not self.pool.shared(block))
+    def blocks(self) -> set[int]:
+        """Where they are."""
+        held = [block for store in self.stores for block in store._arrays + ([store._next[0]] if store._next else [])]
+        return {block.ctypes.data for block in held}
 
-    def index_bytes_beside(self, others: list[Grown]) -> int:
-        """Of tail and segments, the one in the making included, without those that others hold too."""
+    def segments(self) -> dict[int, Segment]:
+        """The one in the making included."""
         if self.index is None:
-            return 0
-        theirs = {id(segment) for other in others if other.index for segment in other.index.segments}
-        own = [segment for segment in self.index.segments if id(segment) not in theirs]
+            return {}
         making = self.index._joining
-        return self.index.tail_bytes + sum(s.nbytes for s in own) + (making._segment.nbytes if making else 0)
+        every = [*self.index.segments, *([making._segment] if making else [])]
+        return {id(segment): segment for segment in every}
+
+    def nbytes(self, *, beside: list[Grown], shared: bool) -> int:
+        """Of what others hold too, or of what they do not."""
+        theirs = {place for other in beside for place in other.blocks()}
+        blocks = [place for place in self.blocks() if (place in theirs) == shared]
+        known = {key for other in beside for key in other.segments()}
+        segments = [segment.nbytes for key, segment in self.segments().items() if (key in known) == shared]
+        tail = self.index.tail_bytes if self.index and not shared else 0
+        return len(blocks) * self.pool.block_bytes + sum(segments) + tail
 
 
 LENGTHS = st.one_of(st.integers(1, 3000), st.integers(1000, 40_000), st.integers(60_000, 140_000))
 
 
 @settings(deadline=None, max_examples=60)
+@example(10, 10_000, [], 3000, 0)  # a new mean
+@example(10, 10_000, [2000], 1000, 0)  # a new mean, since it was that of the first prefix
+@example(10, OUTSIDE + 65_472 + 2048, [], 1500, 0)  # the second segment is joined with what is asked
+@example(10, OUTSIDE + 65_472 + 2048, [], 64, 3000)  # and with what is answered
 @given(
     st.sampled_from([6, 10]),
     LENGTHS,
@@ -219,7 +231,7 @@ LENGTHS = st.one_of(st.integers(1, 3000), st.integers(1000, 40_000), st.integers
     st.one_of(st.integers(1, 3000), LENGTHS),
     st.one_of(st.just(0), st.integers(64, 6000)),
 )
-def test_a_fork_never_takes_more_beside_its_prefix_than_planned(K, first, longer, question, answer):
+def test_a_fork_shares_and_takes_what_is_planned_or_better(K, first, longer, question, answer):
     chosen = little_plan(K)
     prefixes = [Grown(K, first)]
     for more in longer:
@@ -227,15 +239,14 @@ def test_a_fork_never_takes_more_beside_its_prefix_than_planned(K, first, longer
         prefixes[-1].read(more)
     *parents, prefix = [grown.tokens for grown in prefixes]
     fork = prefixes[-1].fork()
-    held = fork.pool.nbytes - fork.blocks_alone()
     tokens = prefix + question + answer
     shared = chosen.shared_bytes(prefix, tokens, parents)
     assert 0 <= shared <= chosen.sequence_bytes(prefix)
     reserved = chosen.sequence_bytes(tokens) - chosen.window_bytes() - shared
 
     def check() -> None:
-        taken = fork.pool.nbytes - held + fork.index_bytes_beside(prefixes)
-        assert taken <= reserved
+        assert fork.nbytes(beside=prefixes[-1:], shared=True) >= shared
+        assert fork.nbytes(beside=prefixes, shared=False) <= reserved
 
     check()
     fork.read(question)
