@@ -38,6 +38,9 @@ def chat(
     as_json: AsJson = False,
     quiet: Quiet = False,
     no_live: NoLive = False,
+    no_markdown: Annotated[
+        bool, typer.Option("--no-markdown", help="Show answers on a terminal as the model writes them.")
+    ] = False,
 ) -> None:
     """Chat with a model about long documents."""
     documents, stdin_taken = _read_documents(prompt, file or [])
@@ -51,11 +54,13 @@ def chat(
 
     engine = load_engine(settings, quiet=quiet)
     if text is None:
-        from magicpig_cli.ui.conversation import converse
+        from magicpig_cli.ui.chat.loop import converse
 
-        converse(engine, settings, documents, quiet=quiet, live=not no_live)
+        converse(engine, settings, documents, quiet=quiet, live=not no_live, markdown=not no_markdown)
         return
-    finished = _one_turn(engine, settings, documents, text, as_json=as_json, quiet=quiet, live=not no_live)
+    finished = _one_turn(
+        engine, settings, documents, text, as_json=as_json, quiet=quiet, live=not no_live, markdown=not no_markdown
+    )
     if finished.reason == "interrupted":
         raise typer.Exit(INTERRUPTED)
 
@@ -115,10 +120,11 @@ def _stdin_bytes() -> bytes:
 
 def _one_turn(
     engine: Engine, settings: Settings, documents: list[tuple[str, str]], text: str, *, as_json: bool, quiet: bool,
-    live: bool,
+    live: bool, markdown: bool,
 ) -> Finished:  # fmt: skip
     from magicpig_cli.engine.conversation import Conversation, document_message
     from magicpig_cli.ui.answer import Interrupts, show_notices, statistics_line, stream_answer
+    from magicpig_cli.ui.answer_text import TextLook
 
     conversation = Conversation(engine.codec, settings.system)
     conversation.add_user(document_message(documents, text) if documents else text)
@@ -126,7 +132,10 @@ def _one_turn(
     prompt_ids = conversation.prompt_ids()
     show_notices(engine, quiet=quiet)
     request = engine.request("chat", prompt_ids, settings.generation, sequence)
-    finished = stream_answer(engine, request, Interrupts(), show_text=not as_json, quiet=quiet, live=live)
+    finished = stream_answer(
+        engine, request, Interrupts(), show_text=not as_json, quiet=quiet, live=live,
+        look=TextLook(markdown, opened=conversation.opened_thinking),
+    )  # fmt: skip
     if as_json:
         print(json.dumps(answer_json(engine, sequence, finished), ensure_ascii=False))
     elif not quiet:

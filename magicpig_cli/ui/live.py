@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from magicpig_cli.events import Event, PrefillProgress, TokenEvent
 from magicpig_cli.ui import console
 from magicpig_cli.ui.live_state import LiveState, Setup, Work
+from magicpig_cli.ui.styles import styled
 
 if TYPE_CHECKING:
     from magicpig_cli.engine.engine import Engine
@@ -81,13 +82,21 @@ class View:
     def show(self, event: Event | None = None, work: Work | None = None) -> None:
         """Take in what the engine has just said, and how far the run is."""
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether something is seen to move while no text comes."""
+        return False
+
     def forget_steps(self) -> None:
         """Steps to come are not to be mixed with those so far."""
 
-    def write(self, text: str) -> None:
-        """Text of an answer, to stdout: as it is into files and pipes, but it must not drive a terminal."""
+    def write(self, text: str, style: str = "") -> None:
+        """Text of an answer, to stdout: as it is into files and pipes, but it must not drive a terminal.
+
+        style: on a terminal, as Rich defines them.
+        """
         if text:
-            sys.stdout.write(console.printable(text) if sys.stdout.isatty() else text)
+            sys.stdout.write(styled(console.printable(text), style) if sys.stdout.isatty() else text)
             sys.stdout.flush()
 
     def close(self) -> None:
@@ -159,15 +168,19 @@ class PanelView(View):
             took = time.monotonic() - now
             self._due_at = now + max(_EVERY_S, min(took / _SHARE, _RARELY_S))
 
+    @property
+    def counts_tokens(self) -> bool:
+        return self._shares
+
     def forget_steps(self) -> None:
         self.state.forget_steps()
 
-    def write(self, text: str) -> None:
+    def write(self, text: str, style: str = "") -> None:
         if not (self._shares and self._open):
-            super().write(text)
+            super().write(text, style)
         elif text:
             with self._alone():
-                self._below.write(console.printable(text), sys.stdout)
+                self._below.write(console.printable(text), sys.stdout, style)
 
     def close(self) -> None:
         if self._open:

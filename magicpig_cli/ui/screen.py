@@ -18,6 +18,8 @@ from typing import TextIO
 
 from rich.cells import cell_len, get_character_cell_size
 
+from magicpig_cli.ui.styles import Piece, styled
+
 _BEGIN = "\x1b[?2026h\x1b[?25l"  # terminals that know 2026 show nothing until the end of it; no cursor that runs about
 _END = "\x1b[?25h\x1b[?2026l"
 _ERASE_RIGHT, _ERASE_REST = "\x1b[K", "\x1b[J"
@@ -95,7 +97,7 @@ class Below:
         self._rows: list[str] = []
         self._size = self._terminal()
         self._columns = Columns(self._size.columns)
-        self._held = ""
+        self._held: list[Piece] = []
         self.shown = False
 
     def draw(self) -> None:
@@ -105,31 +107,34 @@ class Below:
         self._send(_BEGIN + (_ERASE_BELOW if resized else "") + self._placed() + _END)
         self.shown = True
 
-    def write(self, text: str, into: TextIO) -> None:
+    def write(self, text: str, into: TextIO, style: str = "") -> None:
         """Text to a stream that ends on the same terminal. Control characters but newline and tab have no place in it.
 
-        Its last characters may be held back: `close` writes them.
+        Its last characters may be held back: `close` writes them. style: as Rich defines them.
         """
-        text, self._held = self._held + text, ""
+        pieces, self._held = [*self._held, (text, style)], []
+        text = "".join(piece for piece, _ in pieces)
         resized = self._follow_size()
-        while text and self._columns.fills(text):
-            text, self._held = text[:-1], text[-1] + self._held
-        if not text:
+        count = len(text)
+        while count and self._columns.fills(text[:count]):
+            count -= 1
+        pieces, self._held = _cut(pieces, count)
+        if not count:
             return
-        if not self.shown or (not resized and self._columns.stays(text)):
-            self._put(text, into)
+        if not self.shown or (not resized and self._columns.stays(text[:count])):
+            self._put(pieces, into)
             return
         if resized:
             self._rows = self._frame(self._size.columns, self._size.lines)
         self._send(_BEGIN + _ERASE_BELOW)
-        self._put(text, into)
+        self._put(pieces, into)
         self._send(self._placed() + _END)
 
     def write_line(self, line: str, into: TextIO) -> None:
         """A line that is not part of the text, above the rows; an unfinished line of text goes on below it."""
         self._follow_size()
         self._send(_BEGIN + _ERASE_BELOW + ("\n" if self._columns.in_a_line else ""))
-        self._put(line + "\n", into)
+        self._put([(line + "\n", "")], into)
         self._send((self._placed() if self.shown else "") + _END)
 
     def begin_line(self) -> None:
@@ -145,14 +150,14 @@ class Below:
     def close(self, into: TextIO) -> None:
         """Remove the rows and write what was held back."""
         self.erase()
-        held, self._held = self._held, ""
+        held, self._held = self._held, []
         if held:
             self._put(held, into)
 
-    def _put(self, text: str, into: TextIO) -> None:
-        into.write(text)
+    def _put(self, pieces: list[Piece], into: TextIO) -> None:
+        into.write("".join(styled(text, style) for text, style in pieces))
         into.flush()
-        self._columns.write(text)
+        self._columns.write("".join(text for text, _ in pieces))
 
     def _placed(self) -> str:
         """Make room, then each row over what stands there: nothing is blank in between.
@@ -186,3 +191,15 @@ class Below:
             self._columns.resize(size.columns)
         self._size = size
         return True
+
+
+def _cut(pieces: list[Piece], count: int) -> tuple[list[Piece], list[Piece]]:
+    """The first so many characters, and the others."""
+    first: list[Piece] = []
+    others: list[Piece] = []
+    for text, style in pieces:
+        here = min(len(text), count)
+        count -= here
+        first += [(text[:here], style)] if here else []
+        others += [(text[here:], style)] if here < len(text) else []
+    return first, others
