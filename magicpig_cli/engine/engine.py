@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -12,7 +13,7 @@ import torch
 from magicpig_cli import kernels
 from magicpig_cli.cache.saved import SavedCache
 from magicpig_cli.cache.sequence import Sequence
-from magicpig_cli.cache.snapshot import Snapshot, write
+from magicpig_cli.cache.snapshot import Snapshot, file_bytes, write
 from magicpig_cli.config import GenerationOptions, Settings
 from magicpig_cli.engine.conversation import ChatCodec, common_prefix
 from magicpig_cli.engine.identity import identity_of, model_differences, sampler_differences, sampler_of
@@ -90,23 +91,29 @@ class Engine:
         """An empty sequence, to be continued over several requests."""
         return self.runner.new_sequence()
 
-    def save(
-        self, taken: Snapshot, path: Path, *, mode: int | None = None, go_on: Callable[[], None] = lambda: None
-    ) -> int:
-        """Write keys, values and index to a file (`cache.snapshot.write`); returns its size. Raises MagicpigError."""
-        return write(taken, path, self.identity, self.sampler, mode=mode, go_on=go_on)
+    def save(self, taken: Snapshot, path: Path, **how: Any) -> int:
+        """Write keys, values and index to a file; returns its size. how: see `cache.snapshot.write`, for errors too."""
+        return write(taken, path, self.identity, self.sampler, **how)
 
-    def restore(self, saved: SavedCache, prompt_ids: list[int]) -> tuple[Sequence, str | None]:
-        """A sequence of the tokens that a file and a prompt share at their beginning, one less than the prompt at most.
+    def saved_bytes(self, taken: Snapshot) -> int:
+        """How large the file will be that `save` writes."""
+        return file_bytes(taken, self.identity, self.sampler)
 
-        Also, in words, why the index of the file cannot be used and will be made anew: None where it is used, or where
-        nothing will be sampled. Raises MagicpigError for a file of another model and for a damaged one.
-        """
+    def check_saved(self, saved: SavedCache) -> None:
+        """Raise MagicpigError if a file's keys and values are not those of this model, naming what differs."""
         if different := model_differences(self.identity, saved.identity):
             raise MagicpigError(
                 f"{saved.path} belongs to another model or another form of it: {'; '.join(different)}",
                 hint="name another file, or delete this one",
             )
+
+    def restore(self, saved: SavedCache, prompt_ids: list[int]) -> tuple[Sequence, str | None]:
+        """A sequence of the tokens that a file and a prompt share at their beginning, one less than the prompt at most.
+
+        Also, in words, why the index of the file cannot be used and will be made anew: None where it is used, or where
+        nothing will be sampled. Raises MagicpigError as `check_saved` does, and for a damaged file.
+        """
+        self.check_saved(saved)
         length = min(common_prefix(saved.ids, prompt_ids), len(prompt_ids) - 1)
         unusable = [] if self.sampler is None else sampler_differences(self.sampler, saved.sampler)
         sequence = self.runner.restore(saved, length, index=self.sampler is not None and not unusable)
