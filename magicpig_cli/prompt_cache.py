@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from magicpig_cli.events import Event, Finished
 
 _OTHER_QUESTIONS = ("?", "!")
+_WORTH_WRITING = 64  # tokens that a file lacks: fewer are read sooner than all are written
 
 
 def check_path(path: Path) -> None:
@@ -89,7 +90,7 @@ class PromptCache:
         """
         from magicpig_cli.engine.conversation import common_prefix
 
-        self._read_s, self._sequence, shared = 0.0, sequence, 0
+        self._read_s, self._sequence, shared, wanted = 0.0, sequence, 0, tokens > 0
         if self.path.exists():
             from magicpig_cli.cache.saved import SavedCache
 
@@ -101,7 +102,8 @@ class PromptCache:
                 self._sequence = found
                 self._read_s = time.perf_counter() - begin
                 self._tell(saved, found, min(shared, tokens), tokens, why)
-        self._tokens = tokens if shared < tokens and self._has_room(tokens) else 0
+            wanted = tokens - shared >= _WORTH_WRITING
+        self._tokens = tokens if wanted and self._has_room(tokens) else 0
         return self._sequence
 
     def _tell(self, saved: SavedCache, found: Sequence, shared: int, tokens: int, why: str | None) -> None:
