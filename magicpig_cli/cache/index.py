@@ -11,6 +11,7 @@ these are read as before: what is sampled never depends on how far that has come
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -19,10 +20,8 @@ import torch
 
 from magicpig_cli import kernels
 from magicpig_cli.cache.store import RowStore
-from magicpig_cli.config import JOINED_ROWS, TAIL_ROOM, TAIL_ROWS
+from magicpig_cli.config import JOINED_ROWS, REBUILD_GROWTH, TAIL_ROOM, TAIL_ROWS
 from magicpig_cli.kernels import Segment
-
-REBUILD_GROWTH = 1.25  # after a prefill that grew the offloaded part by more than a quarter: new mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +140,26 @@ class LshIndex:
     @property
     def nbytes(self) -> int:
         """Of segments and tail. A segment in the making comes on top for a while: `Plan.growth_bytes`."""
-        return sum(segment.nbytes for segment in self.segments) + self._tail.nbytes
+        return sum(segment.nbytes for segment in self.segments) + self.tail_bytes
+
+    @property
+    def tail_bytes(self) -> int:
+        """Of the tail alone, which no fork shares."""
+        return self._tail.nbytes
+
+    def fork(self, store: RowStore) -> LshIndex:
+        """The same index over a fork of its store: the same mean and segments, which never change; a tail of its own.
+
+        A segment in the making is not taken along: the fork begins it anew with its next steps. So what its steps do
+        depends on what is sampled from here, not on how far that has come.
+        """
+        fork = copy(self)
+        fork._store = store
+        fork._joining = None
+        fork._tail = np.zeros(self._tail.shape, dtype=self._tail.dtype)
+        tail = slice(0, self._now.tail_rows)
+        fork._tail_codes(self._now.tail_at)[:, :, tail] = self._tail_codes(self._now.tail_at)[:, :, tail]
+        return fork
 
     @property
     def outgrown(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,6 +129,20 @@ class LayerCache:
         except BaseException:  # Ctrl-C half-way: what it overwrote is gone, so there is no way back
             self._hold(length, stored, *parts)
             raise
+
+    def fork(self) -> LayerCache:
+        """A layer with the same rows and index, sharing what is complete. Both go on as if they were alone."""
+        fork = copy(self)
+        fork.window = self.window.fork()
+        fork.store = self.store.fork()
+        fork.index = None if self.index is None else self.index.fork(fork.store)
+        return fork
+
+    def release(self) -> None:
+        """Give back everything; the layer is not to be used any more."""
+        self.index = None
+        self.length = self.window.used = 0
+        self.store.truncate(0)
 
     def first_visible(self) -> int:
         """First position that the newest token attends to (0, or later under a sliding window)."""

@@ -90,8 +90,14 @@ class ChatCodec:
     # What the template can and cannot
 
     def knows_thinking(self, tags: Tags) -> bool:
-        """Whether the template itself decides what becomes of the thinking in earlier answers."""
-        return tags.closing in str(self._template or self._tokenizer.chat_template or "")
+        """Whether the template itself decides what becomes of thinking in earlier answers: it changes them then."""
+        answer = f"{tags.opening}{_PROBE}a{tags.closing}{_PROBE}b"
+        turns = [("user", "a"), ("assistant", answer), ("user", "b")]
+        try:
+            rendered = self._apply([{"role": role, "content": text} for role, text in turns], True)
+        except Exception:  # as in render
+            return False
+        return self.has_template and answer not in rendered
 
     def _apply(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
         text: str = self._tokenizer.apply_chat_template(

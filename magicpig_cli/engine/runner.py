@@ -16,7 +16,7 @@ from magicpig_cli.attention.rotation import rotation
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.layer import LayerCache, LayerSpec
 from magicpig_cli.cache.saved import SavedCache
-from magicpig_cli.cache.sequence import Sequence
+from magicpig_cli.cache.sequence import Sequence, index_bytes
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import TORCH_DTYPE
 from magicpig_cli.cache.window import WindowShape
@@ -90,9 +90,21 @@ class ModelRunner:
         sequence.commit(saved.ids[:length])
         return sequence
 
-    def living(self) -> list[Sequence]:
-        """Sequences made here that somebody still holds."""
-        return list(self._sequences)
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A sequence with the same tokens, whose rows and indexes are shared until one of the two changes them."""
+        fork = sequence.fork()
+        self._sequences.add(fork)
+        return fork
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the offloaded rows of all living sequences; what several share counts once."""
+        return self._pool.nbytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the indexes of all living sequences; what several share counts once."""
+        return index_bytes(list(self._sequences))
 
     def samples(self, sequence: Sequence, mode: str | None = None) -> bool:
         """Whether the next decode step of this sequence samples. `mode` overrules the plan's (bench, eval)."""

@@ -9,6 +9,7 @@ from magicpig_cli.engine.thinking import Tags, ThinkingStream
 from magicpig_cli.ui import console
 from magicpig_cli.ui.live import View
 from magicpig_cli.ui.markdown import Markdown
+from magicpig_cli.ui.styles import Piece, merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class AnswerText:
 
     def feed(self, text: str) -> None:
         if self._sorted is None:
-            self._write(text)
+            self._write(_plain(text))
         else:
             self._show(self._sorted.feed(text))
 
@@ -50,10 +51,9 @@ class AnswerText:
         if self._sorted is not None:
             self._show(self._sorted.finish())
         if self._markdown is not None:
-            for piece, style in self._markdown.finish():
-                self._write(piece, style)
+            self._write(self._markdown.finish())
         if not self._ended or not self._any:
-            self._write("\n")
+            self._write(_plain("\n"))
 
     def _show(self, parts: list[tuple[bool, str]]) -> None:
         for thinking, text in parts:
@@ -61,24 +61,28 @@ class AnswerText:
                 self._show_thought(text)
             else:
                 self._begin_answer()
-                for piece, style in [(text, "")] if self._markdown is None else self._markdown.feed(text):
-                    self._write(piece, style)
+                self._write(_plain(text) if self._markdown is None else self._markdown.feed(text))
 
     def _show_thought(self, text: str) -> None:
         dim = "dim" if console.styles_text(sys.stdout) else ""
         if self._think:
-            self._write(text, dim)
+            self._write([(text, dim)])
         elif not self._thought:
-            self._write("thinking …", dim)
+            self._write([("thinking …", dim)])
         self._thought = True
 
     def _begin_answer(self) -> None:
         """An empty line between the thought and the answer."""
         if self._thought:
-            self._write("\n" if self._ended else "\n\n")
+            self._write(_plain("\n" if self._ended else "\n\n"))
             self._thought = False
 
-    def _write(self, text: str, style: str = "") -> None:
-        if text:
-            self._view.write(text, style)
-            self._any, self._ended = True, text.endswith("\n")
+    def _write(self, pieces: list[Piece]) -> None:
+        pieces = merged(pieces)
+        if pieces:
+            self._view.write_styled(pieces)
+            self._any, self._ended = True, pieces[-1][0].endswith("\n")
+
+
+def _plain(text: str) -> list[Piece]:
+    return [(text, "")]

@@ -9,7 +9,7 @@ from magicpig_cli.ui.styles import Piece
 if TYPE_CHECKING:
     from rich.syntax import Syntax
 
-_CONTEXT = 60  # lines before that a line is coloured with: it may stand in a comment or a string that was opened there
+_CONTEXT = 30  # lines before that a line is coloured with: it may stand in a comment or a string that was opened there
 
 
 class CodeLines:
@@ -29,7 +29,7 @@ class CodeLines:
         from rich.syntax import Syntax
 
         if self._syntax is None:
-            self._syntax = Syntax("", self._language, theme="ansi_dark", background_color="default")
+            self._syntax = Syntax("", self._language, theme="ansi_dark", background_color="default", tab_size=0)
         if self._syntax.lexer is None:
             self._language = ""
             return [(text, "")]

@@ -5,6 +5,7 @@ Progress moves only where stderr is a terminal; in a log file it is one plain li
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -12,7 +13,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
@@ -104,6 +105,53 @@ def error(problem: MagicpigError | str) -> None:
     _write("error: " + _one_line(message), "31")
     if hint:
         _write("hint: " + _one_line(hint))
+
+
+def print_last(text: str) -> None:
+    """A result on stdout at the end of a run that ends early: if nobody can read it any more, so be it."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        silence_stdout()
+
+
+def silence_stdout() -> None:
+    """Nothing more can be written there; without this Python complains while it shuts down."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def lasting_stderr() -> Iterator[None]:
+    """While inside, what cannot be written to stderr is lost: its terminal may be closed long before a run ends."""
+    with contextlib.redirect_stderr(_Lasting(sys.stderr)):
+        yield
+
+
+class _Lasting(io.TextIOBase):
+    """Stands for stderr."""
+
+    def __init__(self, real: TextIO) -> None:
+        self._real = real
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._real.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._real.flush()
+
+    def isatty(self) -> bool:
+        return self._real.isatty()
+
+    def fileno(self) -> int:
+        return self._real.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._real.encoding
 
 
 def _one_line(text: str) -> str:

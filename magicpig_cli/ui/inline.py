@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from magicpig_cli.ui.styles import Piece, joined, merged
 
-LONGEST_SPAN = 160  # characters held back while the partner of a marker may still come
+LONGEST_SPAN = 160  # characters after a marker within which its partner ends; so many are held back at most
 _MARKER = re.compile(r"`+|\*+|_+|~+|\\")
 _STYLES = {("*", 1): "italic", ("_", 1): "italic", ("*", 2): "bold", ("_", 2): "bold", ("*", 3): "bold italic",
            ("_", 3): "bold italic", ("~", 2): "strike"}  # fmt: skip
@@ -63,7 +63,7 @@ def _spans(text: str, style: str, before: str, *, final: bool) -> tuple[list[Pie
             continue
         previous = text[marker.start() - 1] if marker.start() else before
         closing = _closing(text, run, previous, after, final=final)
-        if closing == _NOT_YET and len(text) - marker.start() <= LONGEST_SPAN:
+        if closing == _NOT_YET and len(text) - after <= LONGEST_SPAN:
             return pieces, len(text) - marker.start()
         if closing < 0:
             pieces.append((run, style))
@@ -102,9 +102,9 @@ def _closing(text: str, run: str, previous: str, after: int, *, final: bool) -> 
 
 
 def _runs(text: str, run: str, start: int) -> Iterator[re.Match[str]]:
-    """Runs of just as many of the same character, none of them right at the start."""
-    for match in re.finditer(f"{re.escape(run[0])}+", text):
-        if match.start() > start and len(match[0]) == len(run):
+    """Runs of just as many of the same character near the start, none of them right there."""
+    for match in re.compile(f"{re.escape(run[0])}+").finditer(text, start, start + LONGEST_SPAN + 1):
+        if match.start() > start and len(match[0]) == len(run) and match.end() <= start + LONGEST_SPAN:
             yield match
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from magicpig_cli.events import Event, PrefillProgress, TokenEvent
 from magicpig_cli.ui import console
 from magicpig_cli.ui.live_state import LiveState, Setup, Work
-from magicpig_cli.ui.styles import styled
+from magicpig_cli.ui.styles import Piece, styled
 
 if TYPE_CHECKING:
     from magicpig_cli.engine.engine import Engine
@@ -90,13 +90,16 @@ class View:
     def forget_steps(self) -> None:
         """Steps to come are not to be mixed with those so far."""
 
-    def write(self, text: str, style: str = "") -> None:
-        """Text of an answer, to stdout: as it is into files and pipes, but it must not drive a terminal.
+    def write(self, text: str) -> None:
+        """Text of an answer, to stdout: as it is into files and pipes, but it must not drive a terminal."""
+        self.write_styled([(text, "")] if text else [])
 
-        style: on a terminal, as Rich defines them.
-        """
-        if text:
-            sys.stdout.write(styled(console.printable(text), style) if sys.stdout.isatty() else text)
+    def write_styled(self, pieces: list[Piece]) -> None:
+        """The same for pieces of text, which have their styles on a terminal only."""
+        if pieces:
+            terminal = sys.stdout.isatty()
+            texts = (styled(console.printable(text), style) if terminal else text for text, style in pieces)
+            sys.stdout.write("".join(texts))
             sys.stdout.flush()
 
     def close(self) -> None:
@@ -175,12 +178,12 @@ class PanelView(View):
     def forget_steps(self) -> None:
         self.state.forget_steps()
 
-    def write(self, text: str, style: str = "") -> None:
+    def write_styled(self, pieces: list[Piece]) -> None:
         if not (self._shares and self._open):
-            super().write(text, style)
-        elif text:
+            super().write_styled(pieces)
+        elif pieces:
             with self._alone():
-                self._below.write(console.printable(text), sys.stdout, style)
+                self._below.write_styled([(console.printable(text), style) for text, style in pieces], sys.stdout)
 
     def close(self) -> None:
         if self._open:

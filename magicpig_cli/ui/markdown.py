@@ -87,7 +87,7 @@ class Markdown:
             return []
         if not ended and self._waits(body):
             return []
-        return self._end_table() + (self._whole(body) if ended else None or self._open(body))
+        return self._end_table() + (self._whole(body) if ended else self._open(body))
 
     def _waits(self, body: str) -> bool:
         """Whether the rest of the line may change what it is."""

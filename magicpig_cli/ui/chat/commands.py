@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from magicpig_cli.engine.sampling import resolve_sampling
 from magicpig_cli.errors import MagicpigError
 from magicpig_cli.ui import console
 from magicpig_cli.ui.chat import documents, sessions, settings
@@ -97,8 +98,11 @@ def _context(chat: Chat, _: str) -> None:
 
 
 def _regen(chat: Chat, _: str) -> None:
-    if chat.settings.generation.seed is not None and chat.asked:
-        console.say(f"seed {chat.settings.generation.seed} is fixed; /set seed default draws another")
+    sampling = resolve_sampling(chat.settings.generation, chat.engine.generation_config)
+    if chat.asked and sampling.greedy:
+        console.say("temperature 0 gives the same answer; /set temperature 0.7 varies it")
+    elif chat.asked and sampling.seed is not None:
+        console.say(f"seed {sampling.seed} is fixed and gives the same answer; /set seed default draws another")
     chat.again()
 
 

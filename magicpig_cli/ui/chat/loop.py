@@ -6,6 +6,10 @@ import contextlib
 import signal
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
+
+from prompt_toolkit.application import Application
+from prompt_toolkit.application.current import get_app_or_none
 
 from magicpig_cli.config import Settings
 from magicpig_cli.engine.engine import Engine
@@ -95,7 +99,11 @@ def _ending_by_signal() -> Iterator[None]:
     """While inside, SIGTERM and SIGHUP end the chat as Ctrl-C twice does: what is to be kept is kept."""
 
     def end(_number: int, _frame: FrameType | None) -> None:
-        raise Ended
+        app = get_app_or_none()
+        if app is None or app.loop is None or not app.is_running:
+            raise Ended
+        # What is raised within a callback of asyncio goes no further.
+        app.loop.call_soon_threadsafe(_leave_prompt, app)
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -107,5 +115,10 @@ def _ending_by_signal() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Ended(BaseException):
+def _leave_prompt(app: Application[Any]) -> None:
+    if app.future is not None and not app.future.done():
+        app.exit(exception=Ended)
+
+
+class Ended(SystemExit):
     """Somebody else has ended the chat."""

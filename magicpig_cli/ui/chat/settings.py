@@ -22,7 +22,7 @@ _SWITCHES = ("think", "markdown")
 _ALIASES = {"temp": "temperature", "max_new_tokens": "max_tokens"}
 _DEFAULT = "default"
 KEYS = (*(field.name for field in fields(GenerationOptions)), *_SWITCHES)
-_HINT = "/set temperature 0.3, /set stop \"###\", /set seed default"  # fmt: skip
+_HINT = '/set temperature 0.3, /set stop "###", /set seed default'
 
 
 def choices(key: str) -> Iterable[str]:
