@@ -14,29 +14,37 @@ from prompt_toolkit.application.current import get_app_or_none
 from magicpig_cli.config import Settings
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.errors import MagicpigError
+from magicpig_cli.prompt_cache import PromptCache
 from magicpig_cli.ui import console
 from magicpig_cli.ui.chat import commands
 from magicpig_cli.ui.chat.completing import SlashCompleter
 from magicpig_cli.ui.chat.documents import add_document
 from magicpig_cli.ui.chat.editing import editor, is_command, unblocked
-from magicpig_cli.ui.chat.sessions import Sessions
+from magicpig_cli.ui.chat.sessions import Sessions, open_session
 from magicpig_cli.ui.chat.state import Chat
 from magicpig_cli.ui.chat.toolbar import Toolbar
 
 
 def converse(
     engine: Engine, settings: Settings, documents: list[tuple[str, str]], *, quiet: bool, live: bool = True,
-    markdown: bool = True, sessions: Sessions | None = None,
+    markdown: bool = True, sessions: Sessions | None = None, session: str | None = None,
+    prompt_cache: PromptCache | None = None,
 ) -> None:  # fmt: skip
     """Hold a conversation, which begins with documents as (name, text).
+
+    session: the name of one to go on with, or to begin.
 
     Ctrl-C twice within a second, SIGTERM and SIGHUP raise KeyboardInterrupt. Raises ContextError for documents without
     room.
     """
-    chat = Chat(engine, settings, quiet=quiet, live=live, markdown=markdown, sessions=sessions)
+    chat = Chat(
+        engine, settings, quiet=quiet, live=live, markdown=markdown, sessions=sessions, prompt_cache=prompt_cache
+    )  # fmt: skip
     with _ending_by_signal():
         if not quiet:
             console.say(f"{engine.model_name} · {engine.context:,} tokens of context · /help lists commands")
+        if sessions is not None and session is not None:
+            open_session(chat, session)
         for name, text in documents:
             add_document(chat, name, text)
         try:

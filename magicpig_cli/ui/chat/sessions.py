@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from magicpig_cli.config import GenerationOptions
 from magicpig_cli.errors import MagicpigError
+from magicpig_cli.sessions import Loaded
 from magicpig_cli.ui import console
 
 if TYPE_CHECKING:
-    from magicpig_cli.cache.sequence import Sequence
     from magicpig_cli.ui.chat.state import Chat
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A conversation that was kept. sequence: its rows, if they are there and of this model; else it is read again."""
-
-    messages: list[dict[str, str]]
-    system: str | None = None
-    generation: GenerationOptions | None = None
-    sequence: Sequence | None = None
-    notices: tuple[str, ...] = ()
 
 
 class Sessions(Protocol):
@@ -33,6 +20,9 @@ class Sessions(Protocol):
     """
 
     name: str | None
+
+    def open(self, name: str, chat: Chat) -> Loaded | None:
+        """At the start: read one that was kept, or begin it (None)."""
 
     def save(self, name: str | None, chat: Chat) -> list[str]:
         """Keep it, under its own name if None. Returns lines to say."""
@@ -64,12 +54,24 @@ def load(chat: Chat, argument: str) -> None:
     sessions = _sessions(chat)
     if not argument:
         raise MagicpigError("/load needs a name", hint="/sessions lists them")
-    loaded = sessions.load(argument, chat)
+    _go_on(chat, argument, sessions.load(argument, chat))
+
+
+def open_session(chat: Chat, name: str) -> None:
+    """At the start of a chat: go on with a conversation that was kept, or begin one of this name."""
+    loaded = _sessions(chat).open(name, chat)
+    if loaded is not None:
+        _go_on(chat, name, loaded)
+    elif not chat.quiet:
+        console.say(f"{name}: a new conversation, kept after every turn")
+
+
+def _go_on(chat: Chat, name: str, loaded: Loaded) -> None:
     chat.replace(loaded)
     for line in loaded.notices:
         console.say(line)
     turns = sum(message["role"] == "user" for message in loaded.messages)
-    console.say(f"{argument}: {turns:,} {'turn' if turns == 1 else 'turns'}; the conversation goes on")
+    console.say(f"{name}: {turns:,} {'turn' if turns == 1 else 'turns'}; the conversation goes on")
 
 
 def list_sessions(chat: Chat, _: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, replace
 
@@ -9,13 +10,15 @@ from magicpig_cli.config import Settings
 from magicpig_cli.engine.conversation import Conversation, common_prefix, document_message
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.errors import ContextError, MagicpigError
-from magicpig_cli.events import Finished
+from magicpig_cli.events import Event, Finished
+from magicpig_cli.prompt_cache import PromptCache, document_tokens
+from magicpig_cli.sessions import Loaded
 from magicpig_cli.ui import console
 from magicpig_cli.ui.answer import Interrupts, show_notices, statistics_line, stream_answer
 from magicpig_cli.ui.answer_text import TextLook
 from magicpig_cli.ui.chat.documents import Waiting
 from magicpig_cli.ui.chat.patience import interruptible
-from magicpig_cli.ui.chat.sessions import Loaded, Sessions
+from magicpig_cli.ui.chat.sessions import Sessions
 from magicpig_cli.ui.chat.totals import Totals
 
 _WARN_AT = (0.9, 0.7)  # of the context
@@ -44,11 +47,12 @@ class Chat:
 
     def __init__(
         self, engine: Engine, settings: Settings, *, quiet: bool = False, live: bool = True, markdown: bool = True,
-        sessions: Sessions | None = None,
+        sessions: Sessions | None = None, prompt_cache: PromptCache | None = None,
     ) -> None:  # fmt: skip
         self.engine, self.settings, self.quiet, self.live = engine, settings, quiet, live
         self.look = TextLook(markdown)
         self.sessions = sessions
+        self._prompt_cache = prompt_cache
         self.conversation = Conversation(engine.codec, settings.system)
         self.sequence = engine.new_sequence()
         self.waiting: list[Waiting] = []
@@ -106,12 +110,7 @@ class Chat:
         try:
             ids = self._prompt_ids()
             show_notices(self.engine, quiet=self.quiet)
-            request = self.engine.request("chat", ids, self.settings.generation, self.sequence)
-            self.totals.begin()
-            finished = stream_answer(
-                self.engine, request, self.interrupts, show_text=True, quiet=self.quiet, live=self.live,
-                look=replace(self.look, opened=self.conversation.opened_thinking), observe=self.totals.observe,
-            )  # fmt: skip
+            finished = self._cached(ids) if self._prompt_cache and len(self.asked) == 1 else self._stream(ids)
         except ContextError as error:
             console.error(ContextError(error.message, hint=_MAKES_ROOM))
             return None
@@ -122,6 +121,31 @@ class Chat:
             console.say("interrupted before there was an answer")
             return None
         return finished
+
+    def _stream(self, ids: list[int], *observers: Callable[[Event], None]) -> Finished:
+        request = self.engine.request("chat", ids, self.settings.generation, self.sequence)
+        self.totals.begin()
+
+        def observe(event: Event) -> None:
+            for observer in (self.totals.observe, *observers):
+                observer(event)
+
+        return stream_answer(
+            self.engine, request, self.interrupts, show_text=True, quiet=self.quiet, live=self.live,
+            look=replace(self.look, opened=self.conversation.opened_thinking), observe=observe,
+        )  # fmt: skip
+
+    def _cached(self, ids: list[int]) -> Finished:
+        """The first answer, with documents that the prompt cache has or is to have."""
+        cache, asked = self._prompt_cache, self.asked[0]
+        assert cache is not None
+        documents = [(document.name, document.text) for document in asked.documents]
+        tokens = document_tokens(self.engine.codec, self.conversation.messages, documents, asked.text, ids)
+        self.sequence = cache.begin(ids, tokens, self.sequence)
+        try:
+            return cache.end(self._stream(ids, cache.observe))
+        finally:
+            cache.drop()
 
     def _add(self, finished: Finished) -> None:
         self.conversation.add_assistant(finished.text)
