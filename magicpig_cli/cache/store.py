@@ -54,8 +54,14 @@ class RowStore:
 
     def append(self, rows: torch.Tensor) -> None:
         """Copy rows [Hkv, T, 2, D] to the end: of the row type, or of any float type into an int8 store."""
-        if self._pool.dtype == "int8":
-            rows = quantize(rows)
+        self._take(quantize(rows) if self._pool.dtype == "int8" else rows)
+
+    def append_stored(self, rows: np.ndarray) -> None:
+        """Copy rows [Hkv, T, 2, W] to the end as `stored` gives them."""
+        self._take(as_tensor(rows))
+
+    def _take(self, rows: torch.Tensor) -> None:
+        """Copy rows [Hkv, T, 2, W] to the end."""
         size = self._pool.block_rows
         taken, count = 0, rows.shape[1]
         while taken < count:
@@ -122,6 +128,15 @@ class RowStore:
         for block in dropped:
             self._pool.give_back(block)
         self._make_ready()
+
+    def stored(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """Rows [start, stop) as they lie here, [Hkv, ≤ block_rows, 2, W] of NUMPY_TYPE: views without copying."""
+        size = self._pool.block_rows
+        while start < stop:
+            index, offset = divmod(start, size)
+            step = min(size - offset, stop - start)
+            yield self._arrays[index][:, offset : offset + step]
+            start += step
 
     def fork(self) -> RowStore:
         """A store with the same rows: it shares the blocks that are full, and has a copy of the last one if it is not.

@@ -15,7 +15,7 @@ import typer
 
 from magicpig_cli.cli.dry_run import count
 from magicpig_cli.cli.options import AsJson, NoLive, Quiet, command_options
-from magicpig_cli.config import Settings
+from magicpig_cli.config import MAX_DELAY_S, Settings
 from magicpig_cli.errors import MagicpigError, UsageError
 from magicpig_cli.events import MEASURING
 from magicpig_cli.ui import console
@@ -49,6 +49,7 @@ class Options:
     ordered: bool
     allow_outside_files: bool
     share: bool
+    max_delay_s: float
     as_json: bool
     quiet: bool
     live: bool
@@ -90,6 +91,10 @@ def batch(
     no_prefix_sharing: Annotated[
         bool, typer.Option("--no-prefix-sharing", help="Read the common beginning of lines anew for each.")
     ] = False,
+    max_delay: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0.0, help="For how long running answers may wait while prompts are read."),
+    ] = MAX_DELAY_S,
     as_json: AsJson = False,
     quiet: Quiet = False,
     no_live: NoLive = False,
@@ -97,7 +102,7 @@ def batch(
     """Answer a JSONL file of requests, several at a time."""
     options = Options(
         source, output, _batch_size(batch_size), dry_run, strict, raw, overwrite, resume, retry_errors, force, ordered,
-        allow_outside_files, not no_prefix_sharing, as_json, quiet, not no_live,
+        allow_outside_files, not no_prefix_sharing, max_delay, as_json, quiet, not no_live,
     )  # fmt: skip
     _refuse_contradictions(options)
     from magicpig_cli.batch.interrupt import Signals

@@ -53,7 +53,7 @@ class RowTable:
     blocks alive; their contents may change between calls, not during one.
     """
 
-    def __init__(self, kv_heads: int, head_dim: int, dtype: str, block_rows: int) -> None:
+    def __init__(self, kv_heads: int, head_dim: int, dtype: RowType, block_rows: int) -> None:
         want_int("kv_heads", kv_heads, 1)
         want_int("head_dim", head_dim, 1, MAX_HEAD_DIM)
         want_int("block_rows", block_rows, 1)

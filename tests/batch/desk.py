@@ -129,8 +129,8 @@ class Desk:
 
 _DEFAULTS = command.Options(
     source="", output=None, batch_size=2, dry_run=False, strict=False, raw=True, overwrite=False, resume=False,
-    retry_errors=False, force=False, ordered=False, allow_outside_files=False, share=True, as_json=False,
-    quiet=True, live=False,
+    retry_errors=False, force=False, ordered=False, allow_outside_files=False, share=True, max_delay_s=1.0,
+    as_json=False, quiet=True, live=False,
 )  # fmt: skip
 
 

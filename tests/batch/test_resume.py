@@ -41,8 +41,8 @@ class Stopping(FakeEngine):
     after: int = 10**9
     signals: Signals | None = None
 
-    def generate(self, requests, batch_size):
-        for event in super().generate(requests, batch_size):
+    def generate(self, requests, batch_size, max_delay_s):
+        for event in super().generate(requests, batch_size, max_delay_s):
             yield event
             if isinstance(event, Finished) and len(self.finished) >= self.after and self.signals is not None:
                 self.signals.asked = True
@@ -355,9 +355,9 @@ def test_what_failed_because_the_input_changed_runs_again(desk, monkeypatch):
     desk.write({"prompt": "x"}, {"prompt": "y", "file": "d.txt"})
     original = FakeEngine.generate
 
-    def vanishing(engine, requests, batch_size):
+    def vanishing(engine, requests, batch_size, max_delay_s):
         document.unlink()
-        return original(engine, requests, batch_size)
+        return original(engine, requests, batch_size, max_delay_s)
 
     with monkeypatch.context() as patch:
         patch.setattr(FakeEngine, "generate", vanishing)
@@ -547,8 +547,8 @@ def test_killed_at_every_line_of_a_first_run(desk):
 class Slow(FakeEngine):
     """Takes two milliseconds for a step."""
 
-    def generate(self, requests, batch_size):
-        for event in super().generate(requests, batch_size):
+    def generate(self, requests, batch_size, max_delay_s):
+        for event in super().generate(requests, batch_size, max_delay_s):
             if isinstance(event, StepStats):
                 time.sleep(0.002)
             yield event
