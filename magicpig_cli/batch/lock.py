@@ -52,8 +52,9 @@ def _acquire(path: Path, doing: str, hint: str) -> int:
         except OSError:
             pass  # a file system without locks: better no protection than no batch
         if _is_at(path, descriptor):
-            os.truncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()}\n".encode())
+            with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+                os.truncate(descriptor, 0)
+                os.write(descriptor, f"{os.getpid()}\n".encode())
             return descriptor
         os.close(descriptor)  # its holder removed it between our open and our lock
 

@@ -15,8 +15,9 @@ from magicpig_cli.batch.request import INSUFFICIENT_MEMORY, RequestMaker
 from magicpig_cli.batch.resume import NOTHING_KEPT, Kept
 from magicpig_cli.batch.sharing import Prefixes, prompt_hash
 from magicpig_cli.batch.writer import Output
+from magicpig_cli.config import MAX_DELAY_S
 from magicpig_cli.errors import MagicpigError, MemoryBudgetError
-from magicpig_cli.events import Event, Failed, Finished, PrefillProgress, StepStats
+from magicpig_cli.events import Event, Failed, Finished, PrefillProgress, Requeued, StepStats
 
 if TYPE_CHECKING:
     from magicpig_cli.engine.engine import Engine, Request
@@ -83,8 +84,10 @@ class BatchRunner:
         bad = sum(place not in self._kept for place in self._checked.errors)
         return self._kept.answered + self._kept.failed + bad
 
-    def run(self, engine: Engine | None, batch_size: int) -> Iterator[Progress]:
+    def run(self, engine: Engine | None, batch_size: int, max_delay_s: float = MAX_DELAY_S) -> Iterator[Progress]:
         """Answer everything that is not kept. Without an engine (no good line) only the failures are written.
+
+        max_delay_s: for how long running answers may wait while prompts are read.
 
         Raises MagicpigError, BrokenPipeError: the output cannot be written. What is finished has been written then.
         """
@@ -94,14 +97,14 @@ class BatchRunner:
                     self._settle(place, _Outcome(error_record(problem), None))
             yield self.progress
             if engine is not None:
-                yield from self._answer(engine, batch_size)
+                yield from self._answer(engine, batch_size, max_delay_s)
         finally:
             # Only a run that ends early leaves any: finished answers are not thrown away because an earlier one is not.
             for place in sorted(self._waiting):
                 self._write(self._waiting.pop(place))
 
-    def _answer(self, engine: Engine, batch_size: int) -> Iterator[Progress]:
-        for event in engine.generate(self._requests(engine), batch_size):
+    def _answer(self, engine: Engine, batch_size: int, max_delay_s: float) -> Iterator[Progress]:
+        for event in engine.generate(self._requests(engine), batch_size, max_delay_s):
             self._take(engine, event)
             yield self.progress
             if self._stop():
@@ -151,6 +154,8 @@ class BatchRunner:
         progress.event = event
         if isinstance(event, PrefillProgress):
             progress.reading = (event.done, event.total) if event.done < event.total else None
+        elif isinstance(event, Requeued):
+            progress.reading = None
         elif isinstance(event, StepStats):
             progress.decode_tokens += event.batch
             progress.decode_s += event.wall_ms / 1000

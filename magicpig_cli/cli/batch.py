@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,8 +15,7 @@ import typer
 
 from magicpig_cli.cli.dry_run import count
 from magicpig_cli.cli.options import AsJson, NoLive, Quiet, command_options
-from magicpig_cli.cli.typed import command_with
-from magicpig_cli.config import Settings
+from magicpig_cli.config import MAX_DELAY_S, Settings
 from magicpig_cli.errors import MagicpigError, UsageError
 from magicpig_cli.events import MEASURING
 from magicpig_cli.ui import console
@@ -50,6 +49,7 @@ class Options:
     ordered: bool
     allow_outside_files: bool
     share: bool
+    max_delay_s: float
     as_json: bool
     quiet: bool
     live: bool
@@ -91,6 +91,10 @@ def batch(
     no_prefix_sharing: Annotated[
         bool, typer.Option("--no-prefix-sharing", help="Read the common beginning of lines anew for each.")
     ] = False,
+    max_delay: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0.0, help="For how long running answers may wait while prompts are read."),
+    ] = MAX_DELAY_S,
     as_json: AsJson = False,
     quiet: Quiet = False,
     no_live: NoLive = False,
@@ -98,19 +102,19 @@ def batch(
     """Answer a JSONL file of requests, several at a time."""
     options = Options(
         source, output, _batch_size(batch_size), dry_run, strict, raw, overwrite, resume, retry_errors, force, ordered,
-        allow_outside_files, not no_prefix_sharing, as_json, quiet, not no_live,
+        allow_outside_files, not no_prefix_sharing, max_delay, as_json, quiet, not no_live,
     )  # fmt: skip
     _refuse_contradictions(options)
     from magicpig_cli.batch.interrupt import Signals
 
     with console.lasting_stderr(), Signals() as signals:
-        code = _run(settings, options, signals, command_with(invocation.obj, "--resume", without=("--overwrite",)))
+        code = _run(settings, options, signals, invocation.obj)
     if code:
         raise typer.Exit(code)
 
 
-def _run(settings: Settings, options: Options, signals: Signals, again: str) -> int:
-    """Returns the exit code. `again`: the command that goes on with this run, should it end early."""
+def _run(settings: Settings, options: Options, signals: Signals, arguments: Sequence[str]) -> int:
+    """Returns the exit code. `arguments`: what was typed, to be typed again should the run end early."""
     from magicpig_cli.batch.reader import JsonlSource
 
     stdin = sys.stdin.buffer if sys.stdin is not None else None  # None in some daemons
@@ -120,7 +124,7 @@ def _run(settings: Settings, options: Options, signals: Signals, again: str) -> 
         with _reserved(options, source) as paths:
             from magicpig_cli.cli.batch_run import BatchRun
 
-            return BatchRun(settings, options, source, paths, signals, again).run()
+            return BatchRun(settings, options, source, paths, signals, arguments).run()
 
 
 def _batch_size(text: str) -> int | None:

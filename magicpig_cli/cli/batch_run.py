@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,13 +20,15 @@ from magicpig_cli.batch.summary import State, manifest, read_manifest, summary
 from magicpig_cli.batch.writer import Mode, Output, OutputPaths, write_manifest
 from magicpig_cli.cli.batch import SOME_FAILED, Options, Prepared, prepare, refuse_bad_lines
 from magicpig_cli.cli.dry_run import count
+from magicpig_cli.cli.typed import command_with
 from magicpig_cli.config import Settings
 from magicpig_cli.errors import INTERRUPTED, MagicpigError
+from magicpig_cli.events import Event, Requeued, WaitingForMemory
 from magicpig_cli.ui import console
 from magicpig_cli.ui.live import View, open_view
 from magicpig_cli.ui.live_state import Work
 from magicpig_cli.ui.loading import load_engine
-from magicpig_cli.units import format_seconds
+from magicpig_cli.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from magicpig_cli.engine.engine import Engine
@@ -33,18 +36,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class BatchRun:
-    """One run. `paths`: locked files, None = everything goes to stdout; `again`: the command that goes on with them."""
+    """One run. `paths`: locked files, None = everything goes to stdout; `arguments`: what was typed."""
 
     settings: Settings
     options: Options
     source: JsonlSource
     paths: OutputPaths | None
     signals: Signals
-    again: str
+    arguments: Sequence[str]
     began: float = field(default_factory=time.monotonic)
     _prepared: Prepared | None = None
     _progress: Progress | None = None  # once it is known what is to be done
     _engine: Engine | None = None
+    _waits: bool = False  # for memory
     _writing: bool = False  # from here on the files are those of this run
 
     def run(self) -> int:
@@ -121,10 +125,23 @@ class BatchRun:
             self._progress = runner.progress
             with self.signals.gently(), self._view(prepared.batch_size) as view:
                 began, untimed = time.monotonic(), runner.untimed
-                for progress in runner.run(self._engine, prepared.batch_size):
+                for progress in runner.run(self._engine, prepared.batch_size, self.options.max_delay_s):
+                    self._tell(progress.event)
                     view.show(progress.event, _work(progress, untimed, time.monotonic() - began))
         if self.paths is not None and self.options.ordered and self.options.resume and self._is_finished:
             restore_order(self.paths, prepared.checked)
+
+    def _tell(self, event: Event | None) -> None:
+        """What people should know of how memory is doing; of a wait once until something runs again."""
+        if isinstance(event, Requeued):
+            console.warn(f"memory ran out: going on with {count(event.batch_size, 'sequence')} together")
+        if isinstance(event, WaitingForMemory):
+            if not self._waits:
+                need, free = format_bytes(event.need_bytes), format_bytes(event.free_bytes)
+                console.warn(f"waiting for memory: the next line needs {need}, and other programs leave {free}")
+            self._waits = True
+        elif event is not None:
+            self._waits = False
 
     def _output(self) -> Output:
         if self.paths is None:
@@ -189,9 +206,14 @@ class BatchRun:
         self._tell_how_to_go_on()
 
     def _tell_how_to_go_on(self) -> None:
-        if self.paths is not None:
-            stdin = " (with the same input on stdin)" if self.source.path is None else ""
-            console.say(f"to go on{stdin}: {self.again}")
+        if self.paths is None:
+            return
+        stdin = " (with the same input on stdin)" if self.source.path is None else ""
+        if self.options.overwrite and not self._writing:  # what is there is still to be replaced
+            again = command_with(self.arguments, "--overwrite", without=())
+        else:
+            again = command_with(self.arguments, "--resume", without=("--overwrite",))
+        console.say(f"to go on{stdin}: {again}")
 
     def _summary(self) -> dict[str, Any]:
         assert self._prepared is not None

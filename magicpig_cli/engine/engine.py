@@ -14,14 +14,14 @@ from magicpig_cli import kernels
 from magicpig_cli.cache.saved import SavedCache
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.cache.snapshot import Snapshot, file_bytes, write
-from magicpig_cli.config import GenerationOptions, Settings
+from magicpig_cli.config import MAX_DELAY_S, GenerationOptions, Settings
 from magicpig_cli.engine.admission import Admission
 from magicpig_cli.engine.conversation import ChatCodec, common_prefix
 from magicpig_cli.engine.identity import identity_of, model_differences, sampler_differences, sampler_of
 from magicpig_cli.engine.prefix import SharedPrefix
 from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.engine.sampling import resolve_sampling
-from magicpig_cli.engine.scheduler import MAX_DELAY_S, Request, Scheduler
+from magicpig_cli.engine.scheduler import Request, Scheduler
 from magicpig_cli.errors import ContextError, MagicpigError
 from magicpig_cli.events import MEASURING, Event, LoadProgress
 from magicpig_cli.model import loader

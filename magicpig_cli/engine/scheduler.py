@@ -41,7 +41,6 @@ from magicpig_cli.units import format_bytes
 if TYPE_CHECKING:
     from magicpig_cli.engine.engine import Engine
 
-MAX_DELAY_S = 1.0  # for which running answers wait while prompts are read; one chunk is always read
 MEMORY_WAIT_S = 60.0  # for which a request waits for memory that other programs have taken
 _WAIT_STEP_S = 0.5
 

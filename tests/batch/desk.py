@@ -72,7 +72,7 @@ class Desk:
         maker = replace(self.maker, defaults=settings.generation, system=settings.system, identity=identity)
         self.patch.setattr(prepare, "without_weights", lambda *_: (maker, self.plan))
         self.patch.setattr(batch_run, "load_engine", self._load)
-        return command._run(settings, options, signals or Signals(), "magicpig batch --resume")
+        return command._run(settings, options, signals or Signals(), ["batch", "in.jsonl"])
 
     def _load(self, *_: Any, **__: Any) -> FakeEngine:
         self.loaded += 1
@@ -129,8 +129,8 @@ class Desk:
 
 _DEFAULTS = command.Options(
     source="", output=None, batch_size=2, dry_run=False, strict=False, raw=True, overwrite=False, resume=False,
-    retry_errors=False, force=False, ordered=False, allow_outside_files=False, share=True, as_json=False,
-    quiet=True, live=False,
+    retry_errors=False, force=False, ordered=False, allow_outside_files=False, share=True, max_delay_s=1.0,
+    as_json=False, quiet=True, live=False,
 )  # fmt: skip
 
 

@@ -46,7 +46,7 @@ class FakeEngine:
             raise ContextError(f"{len(prompt_ids)} prompt tokens do not fit {self.context}")
         return FakeRequest(key, prompt_ids, options, prefix)
 
-    def generate(self, requests: Iterable[FakeRequest], batch_size: int) -> Iterator[Event]:
+    def generate(self, requests: Iterable[FakeRequest], batch_size: int, max_delay_s: float) -> Iterator[Event]:
         waiting = iter(requests)
         running: list[tuple[FakeRequest, list[int]]] = []
         while True:

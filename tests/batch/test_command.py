@@ -16,7 +16,7 @@ import pytest
 import magicpig_cli
 from magicpig_cli.cli import app
 from magicpig_cli.engine.engine import Engine
-from magicpig_cli.events import Finished
+from magicpig_cli.events import Finished, Requeued, WaitingForMemory
 from tests.batch.desk import MANY, as_bytes, wait_for_records
 
 GOOD = {"id": "a", "prompt": "Why?"}
@@ -292,8 +292,8 @@ def test_a_model_that_breaks_says_how_far_it_came(batch, monkeypatch):
     write("in.jsonl", GOOD, {"id": "b", "prompt": "x", "max_tokens": 2}, {"prompt": 1})
     generate = Engine.generate
 
-    def breaks(engine, requests, batch_size):
-        for event in generate(engine, requests, batch_size):
+    def breaks(engine, requests, batch_size, max_delay_s):
+        for event in generate(engine, requests, batch_size, max_delay_s):
             yield event
             if isinstance(event, Finished):
                 raise RuntimeError("the device is gone [/x]")
@@ -317,7 +317,13 @@ def test_interrupted_while_loading_writes_nothing(batch, monkeypatch):
     done = batch("in.jsonl")
     assert done.code == 130
     assert "interrupted: 0 of 2 lines are done\nto go on: " in done.err
+    assert done.err.rstrip().endswith(" --resume")
     assert names() == {"in.jsonl"}
+    write("in.out.jsonl", "precious")
+    done = batch("in.jsonl", "--overwrite")
+    assert "--overwrite" in done.err  # nothing is replaced yet
+    assert "--resume" not in done.err
+    assert Path("in.out.jsonl").read_bytes() == as_bytes("precious")
 
 
 def test_killed_and_a_second_writer(process, tmp_path):
@@ -350,3 +356,22 @@ def test_a_reader_that_has_seen_enough(process, tmp_path):
     assert running.stderr is not None
     assert running.stderr.read() == ""
     assert running.wait(timeout=60) == 1
+
+
+def test_what_memory_does_is_said_once(batch, monkeypatch):
+    write("in.jsonl", GOOD, {"id": "b", "prompt": "x", "max_tokens": 2})
+    generate, delays = Engine.generate, []
+
+    def short(engine, requests, batch_size, max_delay_s):
+        delays.append(max_delay_s)
+        yield Requeued("0", 3)
+        yield WaitingForMemory("0", 3 << 30, 1 << 30)
+        yield WaitingForMemory("0", 3 << 30, 1 << 30)
+        yield from generate(engine, requests, batch_size, max_delay_s)
+
+    monkeypatch.setattr(Engine, "generate", short)
+    done = batch("in.jsonl", "--max-delay", "0.25")
+    assert done.code == 0
+    assert delays == [0.25]
+    assert done.err.count("warning: memory ran out: going on with 3 sequences together") == 1
+    assert done.err.count("waiting for memory: the next line needs 3.0 GiB, and other programs leave 1.0 GiB") == 1

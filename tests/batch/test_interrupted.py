@@ -134,8 +134,7 @@ def wait_on_terminal(path: Path, count: int, running: subprocess.Popen[str], ter
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("keys", [b"\x03", b"\x03\x03", b"\x03\x03\x03"])
-@pytest.mark.parametrize("view", [["--no-live"], []])
+@pytest.mark.parametrize(("keys", "view"), [(b"\x03", []), (b"\x03\x03", []), (b"\x03\x03\x03", ["--no-live"])])
 def test_ctrl_c_on_a_terminal(on_a_terminal, tmp_path, keys, view):
     (tmp_path / "in.jsonl").write_bytes(as_bytes({"prompt": 1}, *MANY))
     running, terminal = on_a_terminal("in.jsonl", "--batch-size", "4", *view)
@@ -152,11 +151,10 @@ def test_ctrl_c_on_a_terminal(on_a_terminal, tmp_path, keys, view):
     assert not (tmp_path / "in.out.lock").exists()
 
 
-@pytest.mark.parametrize("view", [["--no-live"], []])
-def test_a_terminal_that_is_closed(on_a_terminal, tmp_path, view):
+def test_a_terminal_that_is_closed(on_a_terminal, tmp_path):
     """Of an ssh session, over night: the kernel sends SIGHUP, and nothing can be written to it any more."""
     (tmp_path / "in.jsonl").write_bytes(as_bytes(*SOME))
-    running, terminal = on_a_terminal("in.jsonl", "--batch-size", "2", "--json", *view)
+    running, terminal = on_a_terminal("in.jsonl", "--batch-size", "2", "--json")
     wait_on_terminal(tmp_path / "in.out.jsonl", 3, running, terminal)
     terminal.close()
     assert running.wait(timeout=60) == 130
@@ -201,10 +199,10 @@ def test_a_log_that_is_gone_does_not_end_the_run(process, tmp_path):
     assert len(ids(tmp_path / "in.out.jsonl")) == 40
 
 
-@pytest.mark.parametrize("room", [9000, 9001, 9400])
-def test_a_disk_that_is_full(process, tmp_path, room):
+def test_a_disk_that_is_full(process, tmp_path):
     """The record that has no room is not there at all; the others are, and the run goes on once there is room."""
     (tmp_path / "in.jsonl").write_bytes(as_bytes(*SOME))
+    room = 9001  # bytes
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
@@ -231,7 +229,7 @@ def test_killed_and_gone_on_with_equals_one_run(process, tmp_path):
     exact = ["--dtype", "float32", "--kv-dtype", "float32", "--temperature", "0", "--batch-size", "3", "-q"]
     (tmp_path / "in.jsonl").write_bytes(as_bytes(*SOME))
     assert process("in.jsonl", "-o", "clean.jsonl", *exact).wait(timeout=100) == 3
-    for after in (1, 9, 20):
+    for after in (3, 20):
         running = process("in.jsonl", "--resume", *exact)
         wait_for_records(tmp_path / "in.out.jsonl", after, running)
         running.kill()

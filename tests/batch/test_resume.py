@@ -41,8 +41,8 @@ class Stopping(FakeEngine):
     after: int = 10**9
     signals: Signals | None = None
 
-    def generate(self, requests, batch_size):
-        for event in super().generate(requests, batch_size):
+    def generate(self, requests, batch_size, max_delay_s):
+        for event in super().generate(requests, batch_size, max_delay_s):
             yield event
             if isinstance(event, Finished) and len(self.finished) >= self.after and self.signals is not None:
                 self.signals.asked = True
@@ -338,15 +338,29 @@ def test_what_failed_because_the_input_changed_runs_again(desk, monkeypatch):
     desk.write({"prompt": "x"}, {"prompt": "y", "file": "d.txt"})
     original = FakeEngine.generate
 
-    def vanishing(engine, requests, batch_size):
+    def vanishing(engine, requests, batch_size, max_delay_s):
         document.unlink()
-        return original(engine, requests, batch_size)
+        return original(engine, requests, batch_size, max_delay_s)
 
     with monkeypatch.context() as patch:
         patch.setattr(FakeEngine, "generate", vanishing)
         assert desk.run() == 3
     document.write_text("here")
     assert desk.run(resume=True) == 0
+
+
+def test_an_answer_stays_though_its_line_would_not_fit_into_memory_now(desk):
+    desk.write({"id": "long", "prompt": "x" * 50, "max_tokens": 3}, {"prompt": "y", "max_tokens": 3})
+    assert desk.run() == 0
+    before, roomy = desk.result(), desk.maker
+    desk.maker = replace(roomy, plan=replace(roomy.plan, context=40))
+    assert desk.run(resume=True) == 0
+    assert desk.result() == before
+    assert desk.run(overwrite=True) == 3
+    assert [record["error"]["code"] for record in desk.result() if record["error"]] == ["insufficient_memory"]
+    desk.maker = roomy
+    assert desk.run(resume=True) == 0
+    assert desk.result() == before
 
 
 # Other parameters, other outputs
@@ -430,7 +444,7 @@ def test_tables_are_those_of_the_run_before(desk):
     desk.patch.setattr(prepare, "without_weights", Prepare())
     options = replace(_DEFAULTS, source=str(desk.directory / "in.jsonl"), resume=True)
     with pytest.raises(UsageError, match="-K was 9 and is 10"):  # where it cannot have them
-        command._run(Settings(), options, Signals(), "")
+        command._run(Settings(), options, Signals(), [])
     (attention,) = asked_for
     assert (attention.K, attention.L, attention.dense_layers) == (9, 120, (0, 1))
 
@@ -516,8 +530,8 @@ def test_killed_at_every_line_of_a_first_run(desk):
 class Slow(FakeEngine):
     """Takes two milliseconds for a step."""
 
-    def generate(self, requests, batch_size):
-        for event in super().generate(requests, batch_size):
+    def generate(self, requests, batch_size, max_delay_s):
+        for event in super().generate(requests, batch_size, max_delay_s):
             if isinstance(event, StepStats):
                 time.sleep(0.002)
             yield event

@@ -132,7 +132,7 @@ def test_a_document_that_changes_after_the_check_fails_its_lines_alone(run, tmp_
 
 def test_memory_that_is_short_at_run_time_has_the_same_code_as_at_the_check(run):
     class Short(FakeEngine):
-        def generate(self, requests, batch_size):
+        def generate(self, requests, batch_size, max_delay_s):
             for request in requests:
                 yield Failed(request.key, "MemoryBudgetError", "a sequence takes 2.0 GiB, but 1.0 GiB are free")
 

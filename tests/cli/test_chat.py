@@ -41,7 +41,7 @@ def test_a_paste_of_three_lines_is_one_message_and_comes_back_as_one(scripted):
     assert statistics(chat.at_prompt())[0][0] == tokens("one\ntwo\nthree")
     chat.say("/clear")
     chat.type("\x1b[A\x1b[A")  # over /clear
-    chat.sees("  three")
+    chat.terminal.wait_until(lambda rows: sum(row.rstrip() == "  three" for row in rows) == 2)
     chat.type("\r")
     rows = chat.at_prompt()
     assert "second" in rows
