@@ -162,6 +162,11 @@ class LshIndex:
         return fork
 
     @property
+    def making_bytes(self) -> int:
+        """Of the segment in the making, which stands beside what it will take the place of."""
+        return 0 if self._joining is None else self._joining.nbytes
+
+    @property
     def outgrown(self) -> bool:
         """Whether the store has grown so much that the mean should be taken again."""
         return self._store.length > self.built * REBUILD_GROWTH

@@ -92,6 +92,10 @@ class Joining:
         return self._segment.n
 
     @property
+    def nbytes(self) -> int:
+        return self._segment.nbytes
+
+    @property
     def stop(self) -> int:
         """The row after its last."""
         return self._segment.start + self._segment.n
