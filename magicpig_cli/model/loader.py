@@ -162,8 +162,9 @@ def load_model(
     else:
         model = _read_model(source, config, device, dtype, options, report)
     model.train(False).requires_grad_(False)
-    if device.type == "cpu" and (options.quantize == "int8" or dtype == torch.bfloat16):
-        linear.hold(model, "int8" if options.quantize == "int8" else "bfloat16", report)
+    if device.type == "cpu":
+        form = "int8" if options.quantize == "int8" else "bfloat16" if dtype == torch.bfloat16 else "float32"
+        linear.hold(model, form, report)
     return Loaded(
         model=model,
         tokenizer=_tokenizer_in(source.folder, source.name, options),
