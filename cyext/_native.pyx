@@ -34,7 +34,7 @@ cdef extern from "cpu.h" nogil:
 
 cdef extern from "crew.h" nogil:
     ctypedef void (*crew_work)(const void* job, int64_t item, int worker) noexcept nogil
-    void crew_run(int threads, int64_t items, crew_work work, const void* job)
+    void crew_run(int threads, double ns, int64_t items, crew_work work, const void* job)
 
 
 cdef extern from "rows.h" nogil:
@@ -74,6 +74,9 @@ cdef extern from "rows.h" nogil:
 
 cdef enum:
     ALL_LINES = 1 << 30
+
+
+cdef double NS_PER_BYTE = 0.08  # that one core reads from memory, about
 
 
 cdef extern from "product.h" nogil:
@@ -148,12 +151,6 @@ cdef class Memory:
 
     def __dealloc__(self):
         free(self.at)
-
-
-cdef int _useful(int threads, double nanoseconds) noexcept:
-    """How many threads are worth waking for so much work. Results never depend on their number, so it may be chosen
-    freely."""
-    return max(1, <int>min(<double>threads, nanoseconds / 10_000))
 
 
 include "attend.pxi"

@@ -155,10 +155,10 @@ def exact_attend(const float[:, :, ::1] q, runs, float scale, float softcap, int
                 count += _cut(sources.of(i + <int64_t>j), b, h, start, stop, NULL, view.pieces + count)
         i += len(of_sequence)
     view.first[shape.B * shape.Hkv] = count
-    threads = _useful(threads, <double>rows * shape.H * (5 + shape.D * 0.05))
+    cdef double ns = <double>rows * shape.H * (5 + shape.D * 0.05)
     cdef ExactJob job = ExactJob(&shape, <const float*>queries.at, view)
     with nogil:
-        crew_run(threads, count, _exact_item, &job)
+        crew_run(threads, ns, count, _exact_item, &job)
     out, lse, _ = _merge(view, &shape, count, threads)
     return out, lse, now_ns() - began
 
@@ -228,10 +228,10 @@ cdef tuple _merge(const Partial* view, const Shape* shape, int64_t pieces, int t
     cdef float[:, :, ::1] out = all_out
     cdef float[:, ::1] lse = all_lse
     cdef int64_t[:, ::1] sampled = all_sampled
-    threads = _useful(threads, <double>pieces * shape.G * (20 + shape.packed * 0.2))
+    cdef double ns = <double>pieces * shape.G * (20 + shape.packed * 0.2)
     cdef MergeJob job = MergeJob(view, shape, &out[0, 0, 0], &lse[0, 0], &sampled[0, 0])
     with nogil:
-        crew_run(threads, heads, _merge_head, &job)
+        crew_run(threads, ns, heads, _merge_head, &job)
     return all_out, all_lse, all_sampled
 
 

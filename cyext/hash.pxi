@@ -98,9 +98,9 @@ def hash_rows(table, int64_t start, int64_t stop, const float[:, :, :, ::1] pack
     _set_job(&job, packed, biases, scratch, rows.head_dim, K, L, count)
     job.rows, job.start, job.first_head, job.out = rows, start, first_head, &out[0, 0, 0]
     job.plane, job.stride = out.strides[0] // sizeof(uint16_t), out.strides[1] // sizeof(uint16_t)
-    threads = _useful(threads, <double>count * heads * job.D * K * L * 0.03)
+    cdef double ns = <double>count * heads * job.D * K * L * 0.03
     with nogil:
-        crew_run(threads, heads * parts, _hash_stored, &job)
+        crew_run(threads, ns, heads * parts, _hash_stored, &job)
 
 
 cdef void _hash_stored(const void* work, int64_t item, int worker) noexcept nogil:
@@ -125,9 +125,9 @@ def hash_queries(const float[:, :, ::1] q, const float[:, :, :, ::1] packed, int
     cdef float[:, ::1] scratch = _hash_scratch(threads, D)
     _set_job(&job, packed, biases, scratch, D, K, L, count)
     job.q, job.out = &q[0, 0, 0], &out[0, 0, 0]
-    threads = _useful(threads, <double>count * D * K * L * 0.03)
+    cdef double ns = <double>count * D * K * L * 0.03
     with nogil:
-        crew_run(threads, parts * _query_groups(&job), _hash_some_queries, &job)
+        crew_run(threads, ns, parts * _query_groups(&job), _hash_some_queries, &job)
     return codes
 
 

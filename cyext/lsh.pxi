@@ -65,11 +65,11 @@ cdef void _retrieve_all(Parts parts, const uint16_t[:, :, ::1] codes, int Hkv, i
     # ids, sizes, counters: each starts on its own cache line
     job.pointers, job.numbers = (job.L * 8 // 64 + 1) * 64, (job.L * 4 // 64 + 1) * 64
     job.scratch_bytes = job.pointers + job.numbers + (parts.longest // 64 + 1) * 64
-    threads = _useful(threads, <double>parts.rows * job.H + job.L * job.H * 10)
+    cdef double ns = <double>parts.rows * job.H + job.L * job.H * 10
     cdef Memory scratch = Memory(threads * job.scratch_bytes)
     job.scratch, job.times = scratch.at, times
     with nogil:
-        crew_run(threads, parts.count * job.H, _retrieve_item, &job)
+        crew_run(threads, ns, parts.count * job.H, _retrieve_item, &job)
 
 
 cdef struct RetrieveJob:
@@ -270,16 +270,15 @@ def lsh_attend(const float[:, :, ::1] q, const uint16_t[:, :, ::1] codes, groups
     cdef Partial* view = &partials.view
     view.first[shape.B * shape.Hkv] = _all_pieces(parts, runs, sources, &shape, view.pieces, view.first)
     cdef Memory angles = Memory(count * 2 * shape.G * sizeof(float))
-    cdef int workers = _useful(threads, <double>rows * shape.H)
     cdef AttendJob job = AttendJob(&shape, <const float*>queries.at, view, &weights[0], weights.shape[0] - 1,
                                    <float*>angles.at, times)
     with nogil:
-        crew_run(workers, count, _attend_item, &job)
+        crew_run(threads, <double>rows * shape.H, count, _attend_item, &job)
 
     started = now_ns()
     out, lse, sampled = _merge(view, &shape, count, threads)
     stages = (*[sum([times[8 * i + stage] for i in range(threads)]) for stage in range(3)],
-              (now_ns() - started) * workers)
+              (now_ns() - started) * threads)
     return out, lse, sampled, stages, now_ns() - began
 
 

@@ -13,7 +13,7 @@ def read_sequential(const uint8_t[::1] data, int threads):
     cdef ReadJob job = ReadJob(<const char*>&data[0], size, NULL, 0, 0, 0, &totals[0, 0])
     began = now_ns()
     with nogil:
-        crew_run(threads, (size + PROBE_BYTES - 1) // PROBE_BYTES, _read_item, &job)
+        crew_run(threads, size * NS_PER_BYTE, (size + PROBE_BYTES - 1) // PROBE_BYTES, _read_item, &job)
     return now_ns() - began, float(sums[:, 0].sum())
 
 
@@ -54,5 +54,5 @@ def read_rows(table, int64_t kv_head, const int64_t[::1] rows, int threads):
         at[i] = row_at(sources.of(0), kv_head, rows[i])
     began = now_ns()
     with nogil:
-        crew_run(threads, threads, _read_share, &job)
+        crew_run(threads, count * job.row_bytes * NS_PER_BYTE, threads, _read_share, &job)
     return now_ns() - began, float(sums[:, 0].sum())

@@ -41,8 +41,9 @@ def multiply(const float[:, ::1] x, weights, int threads):
         first_item[i] = items
         items += (at[i].N + job.rows - 1) // job.rows
     first_item[count] = items
+    cdef double ns = values * job.K * value_bytes(type) * NS_PER_BYTE
     with nogil:
-        crew_run(threads, items, _product_item, &job)
+        crew_run(threads, ns, items, _product_item, &job)
     return result
 
 

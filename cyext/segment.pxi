@@ -19,7 +19,7 @@ def join(parts, const uint16_t[:, :, :] codes, int64_t rows, int64_t first, int6
     for at in range(count):
         offsets, ids = parts[at].offsets, parts[at].ids
         sources[at].offsets, sources[at].ids, sources[at].n = &offsets[0, 0, 0], &ids[0, 0, 0], parts[at].n
-    threads = _useful(threads, <double>(last - first) * (all_ids.shape[2] + 2 * buckets))
+    cdef double ns = <double>(last - first) * (all_ids.shape[2] + 2 * buckets)
     cdef uint16_t[:, ::1] cursors = np.empty((threads, buckets), dtype=np.uint16)
     cdef JoinJob job
     job.sources, job.count, job.first, job.buckets = sources, count, first, buckets
@@ -28,7 +28,7 @@ def join(parts, const uint16_t[:, :, :] codes, int64_t rows, int64_t first, int6
     job.plane, job.stride = codes.strides[0] // sizeof(uint16_t), codes.strides[1] // sizeof(uint16_t)
     job.cursors, job.offsets, job.ids = &cursors[0, 0], &all_offsets[0, 0, 0], &all_ids[0, 0, 0]
     with nogil:
-        crew_run(threads, last - first, _join_item, &job)
+        crew_run(threads, ns, last - first, _join_item, &job)
 
 
 cdef struct JoinJob:
@@ -122,8 +122,9 @@ def truncate_segment(segment, int64_t n, int threads):
     cdef uint16_t[:, :, ::1] offsets = all_offsets, ids = all_ids
     job.old_offsets, job.old_ids, job.old_n = &old_offsets[0, 0, 0], &old_ids[0, 0, 0], segment.n
     job.offsets, job.ids, job.n, job.buckets = &offsets[0, 0, 0], &ids[0, 0, 0], n, old_offsets.shape[2] - 1
+    cdef double ns = <double>old_ids.size
     with nogil:
-        crew_run(threads, old_ids.shape[0] * old_ids.shape[1], _shorten, &job)
+        crew_run(threads, ns, old_ids.shape[0] * old_ids.shape[1], _shorten, &job)
     return all_offsets, all_ids
 
 
