@@ -87,7 +87,7 @@ cdef extern from "product.h" nogil:
         int64_t N
         float* out
     void product(const product_t* p, int64_t first, int64_t last, int64_t K, int type, const float* x, int64_t packed,
-                 int heads, float* out)
+                 int count, float* out)
 
 
 cdef extern from "logits.h" nogil:

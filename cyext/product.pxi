@@ -25,7 +25,7 @@ def multiply(const float[:, ::1] x, weights, int threads):
     job.weights, job.first_item, job.type = at, first_item, type
     job.M, job.K, job.packed = x.shape[0], x.shape[1], packed_length(x.shape[1])
     job.rows = max(<int64_t>4, PRODUCT_BYTES // (job.K * value_bytes(type)) // 4 * 4)
-    cdef Memory packed = Memory(job.M * job.packed * sizeof(float))
+    cdef Memory packed = Memory((job.M + 1) * job.packed * sizeof(float))  # one beyond the last is read
     job.x = <const float*>packed.at
     for m in range(job.M):
         pack(&x[m, 0], <int>job.K, type, <float*>packed.at + m * job.packed)
@@ -58,7 +58,7 @@ cdef void _product_item(const void* work, int64_t item, int worker) noexcept nog
     weight = job.weights + i
     first = (item - job.first_item[i]) * job.rows
     while m < job.M:
-        count = 4 if m + 3 < job.M else 2 if m + 1 < job.M else 1
+        count = <int>min(<int64_t>4, job.M - m)
         product(weight, first, min(first + job.rows, weight.N), job.K, job.type, job.x + m * job.packed, job.packed,
                 count, weight.out + m * weight.N)
         m = m + count

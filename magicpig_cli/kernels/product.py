@@ -38,7 +38,8 @@ class Weights:
     def read(self, i: int) -> np.ndarray:
         """Weight i as float32 [N, K], a copy unless it is float32."""
         if self.scales:
-            return self.weights[i] * widen(self.scales[i])[:, None]
+            scaled: np.ndarray = self.weights[i] * widen(self.scales[i])[:, None]
+            return scaled
         return widen(self.weights[i])
 
 

@@ -20,6 +20,7 @@ from magicpig_cli.cache.store import as_array
 
 Form = Literal["float32", "bfloat16", "int8"]
 
+_FORM: dict[torch.dtype, Form] = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
 BUFFER_VALUES = 1 << 22  # float32 values that prefill casts at a time: 16 MiB
 
 
@@ -45,11 +46,9 @@ class Products:
         if x is not self._input or layer not in self._waiting:
             rows = x.reshape(-1, x.shape[-1])
             done = kernels.multiply(as_array(rows.contiguous()), layer.product_weights, threads=torch.get_num_threads())
-            parts = torch.from_numpy(done).split([len(rows) * n for n in layer.product_weights.outer])
+            parts = torch.split(torch.from_numpy(done), [len(rows) * n for n in layer.product_weights.outer])
             self._input = x
-            self._waiting = {
-                other: part.view(len(rows), -1) for other, part in zip(layer.together, parts, strict=True)
-            }
+            self._waiting = {other: part.view(len(rows), -1) for other, part in zip(layer.together, parts, strict=True)}
         return self._waiting.pop(layer)
 
     def forget(self) -> None:
@@ -117,6 +116,9 @@ class StoredLinear(Holder):
     chunk only: casting it would cost more than it multiplies (113 MB for one row of the demo model).
     """
 
+    together: tuple[StoredLinear, ...]  # it and those that are given the same input
+    product_weights: kernels.Weights  # of all of them
+
     def __init__(self, held: Stored, bias: torch.Tensor | None, products: Products, *, few_rows: bool) -> None:
         super().__init__(held)
         self.bias = None if bias is None else nn.Parameter(bias.float(), requires_grad=False)
@@ -143,9 +145,10 @@ class StoredLinear(Holder):
 
 def multiply_together(layers: Sequence[StoredLinear]) -> None:
     """Layers of one form that a forward gives the same tensor: in decode the first one called multiplies for all."""
-    dtype = str(layers[0].weight.dtype).removeprefix("torch.")
     scales = [as_array(layer.scale) for layer in layers if layer.scale is not None]
-    weights = kernels.Weights(dtype, [as_array(layer.weight.detach()) for layer in layers], scales)
+    weights = kernels.Weights(
+        _FORM[layers[0].weight.dtype], [as_array(layer.weight.detach()) for layer in layers], scales
+    )
     for layer in layers:
         layer.together, layer.product_weights = tuple(layers), weights
 
