@@ -42,7 +42,7 @@ def hold(model: PreTrainedModel, form: Form, report: Report = ignore) -> None:
         report(LoadProgress(f"storing weights as {form}", done, len(names)))
         module = model.get_submodule(name)
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
-        held = made if weight is shared and made else stored(weight.detach(), form)
+        held = made if weight is shared and made else stored(weight, form)
         made = held if weight is shared else made
         model.set_submodule(name, _holder(module, held, products, few_rows=module is output))
     report(LoadProgress(f"storing weights as {form}", len(names), len(names)))

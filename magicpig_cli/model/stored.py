@@ -75,11 +75,11 @@ def stored(weight: torch.Tensor, form: Form) -> Stored:
     """
     if form != "int8":
         kept = weight.to(getattr(torch, form)).contiguous()
-        return Stored(nn.Parameter(kept, requires_grad=False), None)
+        return Stored(kept if isinstance(kept, nn.Parameter) else nn.Parameter(kept, requires_grad=False), None)
     integers = torch.empty(weight.shape, dtype=torch.int8)
     scale = torch.empty(weight.shape[0], dtype=torch.bfloat16)
     for rows in _blocks(weight):
-        values = weight[rows].float()
+        values = weight[rows].detach().float()
         # The scale is rounded first, because it is held as bfloat16: then it adds no error of its own.
         scale[rows] = (values.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
         integers[rows] = (values / scale[rows].float()[:, None]).round_().clamp_(-127, 127)

@@ -42,7 +42,8 @@ def vectors(count: int, inner: int, seed: int = 5) -> np.ndarray:
 def parts(flat: np.ndarray, weights: kernels.Weights, count: int) -> list[np.ndarray]:
     """[M, N] of each weight."""
     ends = np.cumsum([count * outer for outer in weights.outer])
-    return [part.reshape(count, -1) for part in np.split(flat, ends[:-1])]
+    split = np.split(flat, ends[:-1])
+    return [part.reshape(count, outer) for part, outer in zip(split, weights.outer, strict=True)]
 
 
 @RELAXED
