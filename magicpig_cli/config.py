@@ -16,6 +16,7 @@ INDEX_FROM = 256  # offloaded keys from which tables are built; below, exact att
 TAIL_ROWS = 1024  # codes compared one by one (6.6 µs per head, EVIDENCE.md section 1) before a segment of them is begun
 TAIL_ROOM = 1600  # codes that a tail can hold, all compared: so many, while that is made (docs/decisions/004)
 JOINED_ROWS = 16_384  # longest segment that is made of smaller ones while decoding; it is held beside them for a while
+REBUILD_GROWTH = 1.25  # times the keys behind an index's mean: a prefill that leads beyond gives it a new one
 HASH_ROWS = 4096  # rows copied to a device and projected at a time
 # Keys per block of the online softmax of a prompt chunk. 512 is 1.2× faster than 1024 (the scores of one block stay in
 # L2): measured on 2 cores with 9/3 heads of 64 and 8k history, when all chunks took this path on CPUs too.
@@ -27,6 +28,7 @@ MAX_SEED = 2**64 - 1  # of tokens and of hash tables
 REPETITION_PENALTY_RANGE = (0.01, 100.0)  # beyond it a penalty only decides, or leaves the range of a float
 DEFAULT_TEMPERATURE = 0.7
 DEFAULT_MAX_TOKENS = 512
+MAX_DELAY_S = 1.0  # for which running answers wait while prompts are read; one chunk is always read
 
 
 @dataclass(frozen=True, slots=True)

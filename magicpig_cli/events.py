@@ -104,4 +104,21 @@ class Failed:
     hint: str | None = None
 
 
-Event = PrefillProgress | StepStats | TokenEvent | Finished | Failed
+@dataclass(frozen=True, slots=True)
+class Requeued:
+    """Memory ran out: this answer was taken back and starts anew later. Its tokens so far are void."""
+
+    key: str
+    batch_size: int  # sequences decoded together from now on
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingForMemory:
+    """Nothing runs, and the next request does not fit into the memory that others have left."""
+
+    key: str
+    need_bytes: int
+    free_bytes: int
+
+
+Event = PrefillProgress | StepStats | TokenEvent | Finished | Failed | Requeued | WaitingForMemory

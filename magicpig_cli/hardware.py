@@ -40,6 +40,7 @@ class Speeds:
     host_to_device_bytes_s: float | None = None  # pinned copies; None = no device
     device_to_host_bytes_s: float | None = None
     visit_ns: float = 0.0  # one table visited in a look-up, beside the ids in its bucket
+    prompt_multiply_adds_s: float = 0.0  # of a float32 product with as many rows as a prompt chunk has
     buffer_bytes: int = 0  # of memory that reads and products went through, so that none found in a cache what it read
     cache_bytes: int = 0  # last-level cache of the CPUs in use
     cpu_share: float = 1.0  # of `threads` cores that this process got meanwhile; well below 1: others were busy there
@@ -77,8 +78,8 @@ def probe(root: Path = Path("/")) -> Hardware:
     allowed = _allowed_cpus(root) & set(cores) or set(cores)
     quota = _cpu_quota(root)
     usable = min(len(allowed), quota)
-    total, available = _machine_memory(root)
-    limit, room = _memory_limit(root)
+    total, _ = _machine_memory(root)
+    limit, _ = _memory_limit(root)
     return Hardware(
         cpu_model=_cpu_model(root),
         isa=isa,
@@ -88,11 +89,24 @@ def probe(root: Path = Path("/")) -> Hardware:
         threads=min(len({cores[cpu] for cpu in allowed}), usable),
         numa_nodes=max(1, len(_numbered(root / "sys/devices/system/node", "node"))),
         memory_total=total,
-        memory_free=min(available, room),
+        memory_free=free_memory(root),
         memory_limit=limit if limit < min(total, UNLIMITED_BYTES) else None,
-        process_bytes=_process_bytes(root),
+        process_bytes=process_bytes(root),
         gpus=probe_gpus() if "torch" in sys.modules else (),
     )
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process could still take without swapping: what the system and its cgroups have left."""
+    return min(_machine_memory(root)[1], _memory_limit(root)[1])
+
+
+def process_bytes(root: Path = Path("/")) -> int:
+    """Private resident memory of this process; files that are only mapped do not count."""
+    fields = _read(root / "proc/self/statm").split()
+    if len(fields) > 2:
+        return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
+    return psutil.Process().memory_info().rss
 
 
 def openmp_runtimes(root: Path = Path("/")) -> tuple[str, ...]:
@@ -264,14 +278,6 @@ def _memory_used(folder: Path, statistics: Mapping[str, int]) -> int:
         if text.isdigit():
             return max(0, int(text) - statistics.get(cache, 0))
     return 0
-
-
-def _process_bytes(root: Path) -> int:
-    """Private resident memory of this process; files that are only mapped do not count."""
-    fields = _read(root / "proc/self/statm").split()
-    if len(fields) > 2:
-        return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
-    return psutil.Process().memory_info().rss
 
 
 def quota_stopped_s(root: Path = Path("/")) -> float:

@@ -41,6 +41,7 @@ HEAD_DIM = 128
 ROW_BYTES = kernels.row_bytes(HEAD_DIM, "bfloat16")
 ROW_GAP = 20  # from one row to the next on average: the union of a group at 2% per query head (EVIDENCE.md section 1)
 WIDTH = 4096  # of the weight matrices
+PROMPT_ROWS, PROMPT_OUTPUTS = 256, 512  # tokens of a chunk, and columns of what they are multiplied with
 BYTE = 0x3F  # that the buffer is full of: 0.75 as bfloat16 or float32, 63 as int8; nothing that arithmetic is slow on
 COPY_BYTES = 64 << 20
 
@@ -63,6 +64,7 @@ def measure(threads: int, free_bytes: int, cache_bytes: int, gpu: int | None = N
             "float32": lambda _: _product(walk, torch.float32),
             "bfloat16": lambda _: _product(walk, torch.bfloat16),
             "int8": lambda _: _product(walk, torch.int8),
+            "prompt": lambda _: _prompt_product(walk),
             "long": long.head_ns,
             "short": short.head_ns,
             "operator": lambda _: _operator_us(),
@@ -77,6 +79,7 @@ def measure(threads: int, free_bytes: int, cache_bytes: int, gpu: int | None = N
         visit_ns=visit_ns,
         product_bytes_s={form: found[form] for form in ("float32", "bfloat16", "int8")},
         operator_us=found["operator"],
+        prompt_multiply_adds_s=found["prompt"],
         host_to_device_bytes_s=copies[0],
         device_to_host_bytes_s=copies[1],
         buffer_bytes=walk.size,
@@ -202,6 +205,14 @@ def _product(walk: Walk, dtype: torch.dtype) -> float:
     held = Stored(nn.Parameter(weight, requires_grad=False), scale)
     layer = StoredLinear(held, None, Products(), few_rows=True)
     return weight.nbytes / _seconds(lambda: layer(x))
+
+
+def _prompt_product(walk: Walk) -> float:
+    """Multiply-adds per second of a prompt chunk's rows with a weight matrix that was in no cache, float32."""
+    outputs = min(PROMPT_OUTPUTS, walk.size // PRODUCT_PART // (WIDTH * 4))
+    weight = torch.from_numpy(walk.bytes(outputs * WIDTH * 4)).view(torch.float32).view(outputs, WIDTH)
+    x = torch.ones(PROMPT_ROWS, WIDTH)
+    return PROMPT_ROWS * outputs * WIDTH / _seconds(lambda: nn.functional.linear(x, weight))
 
 
 def _seconds(call: Callable[[], object]) -> float:

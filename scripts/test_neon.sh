@@ -18,6 +18,7 @@ bash scripts/build_kernels.sh "$folder" -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM
 # which runs natively; the statistics, the same calls for minutes; the OpenMP runtime beside torch, as there is no torch.
 cd "$folder"
 export PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$folder/site:$folder/packages" OMP_NUM_THREADS=2 OPENBLAS_NUM_THREADS=1
+export MAGICPIG_TEST_EXAMPLES=6
 bin/python -c 'from magicpig_cli.kernels import isa; assert isa.runnable() == ("portable", "neon"), isa.runnable()'
 exec bin/python -m pytest -c ../../pyproject.toml --rootdir ../.. -o pythonpath="build/neon/site ." -p no:cacheprovider \
   ../../tests/kernels --ignore ../../tests/kernels/test_sampling_statistics.py -k "not reference" \

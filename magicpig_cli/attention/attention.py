@@ -10,7 +10,7 @@ from magicpig_cli.attention.base import LogitRule, Partial, StepRecorder
 from magicpig_cli.attention.exact import attend_chunk, attend_step
 from magicpig_cli.attention.lsh import LshSampler
 from magicpig_cli.attention.merge import merge
-from magicpig_cli.cache.index import LshIndex
+from magicpig_cli.cache.index import LshIndex, SavedIndex
 from magicpig_cli.cache.layer import LayerCache
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.config import BLOCK_KEYS
@@ -46,6 +46,14 @@ class Attention:
         if cache.index is not None and cache.index.outgrown:
             cache.index = None  # before the new one is made, not after: both together would be twice the memory
         self._index(layer, cache).extend()
+
+    def adopt_index(self, layer: int, cache: LayerCache, saved: SavedIndex, *, cut: bool) -> None:
+        """Give the layer an index that was taken down before, as far as its store goes (`LshIndex.restored`)."""
+        assert self._sampler is not None
+        hasher = self._sampler.hasher(layer, cache.spec.head_dim)
+        index = LshIndex.restored(saved, hasher, cache.store, self._threads, cut=cut)
+        index.truncate(cache.store.length)
+        cache.index = index
 
     def _index(self, layer: int, cache: LayerCache) -> LshIndex:
         """The layer's index; one without rows where it had none."""

@@ -53,6 +53,7 @@ class Line:
 
     number: int
     custom_id: str
+    named: bool  # whether the line gives that id itself
     messages: list[dict[str, Any]] | None
     prompt: str | None
     file: str | None
@@ -128,7 +129,7 @@ def parse_line(raw: RawLine) -> Line | LineError:
         content = _json_object(raw.data)
         given = _custom_id(content)
         custom_id = given or custom_id
-        return _request(raw.number, custom_id, content)
+        return _request(raw.number, custom_id, given is not None, content)
     except BadLine as problem:
         return LineError(raw.number, custom_id, problem.code, problem.message)
 
@@ -215,7 +216,7 @@ def _custom_id(content: Mapping[str, Any]) -> str | None:
     return given
 
 
-def _request(number: int, custom_id: str, content: dict[str, Any]) -> Line:
+def _request(number: int, custom_id: str, named: bool, content: dict[str, Any]) -> Line:
     body = _checked(content, "body")
     # Keys beside the body (`file`, `system`, …) count where the body does not say them itself.
     values = content if body is None else {**content, **{key: v for key, v in body.items() if v is not None}}
@@ -225,6 +226,7 @@ def _request(number: int, custom_id: str, content: dict[str, Any]) -> Line:
     return Line(
         number=number,
         custom_id=custom_id,
+        named=named,
         messages=messages,
         prompt=prompt,
         file=_checked(values, "file"),

@@ -16,12 +16,17 @@ except ImportError:  # not on Windows, which is told so but not blocked
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file at `path`, removed at the end. Raises MagicpigError if another process holds it."""
+def locked(
+    path: Path, doing: str = "is writing the same output", hint: str = "wait for it, or give another -o"
+) -> Iterator[None]:
+    """Hold the lock file at `path`, removed at the end. Raises MagicpigError if another process holds it.
+
+    doing, hint: what to say then of the other process.
+    """
     if fcntl is None:
         yield
         return
-    descriptor = _acquire(path)
+    descriptor = _acquire(path, doing, hint)
     try:
         yield
     finally:
@@ -29,7 +34,7 @@ def locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _acquire(path: Path) -> int:
+def _acquire(path: Path, doing: str, hint: str) -> int:
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -41,14 +46,15 @@ def _acquire(path: Path) -> int:
             owner = os.read(descriptor, 32).decode("ascii", errors="replace").strip()
             os.close(descriptor)
             raise MagicpigError(
-                f"process {owner or '?'} is writing the same output (it holds {path})",
-                hint="wait for it, or give another -o",
+                f"process {owner or '?'} {doing} (it holds {path})",
+                hint=hint,
             ) from None
         except OSError:
             pass  # a file system without locks: better no protection than no batch
         if _is_at(path, descriptor):
-            os.truncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()}\n".encode())
+            with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+                os.truncate(descriptor, 0)
+                os.write(descriptor, f"{os.getpid()}\n".encode())
             return descriptor
         os.close(descriptor)  # its holder removed it between our open and our lock
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from magicpig_cli.batch.parameters import chosen, identity
 from magicpig_cli.batch.reader import JsonlSource
 from magicpig_cli.batch.request import RequestMaker
 from magicpig_cli.config import Settings
@@ -31,11 +32,13 @@ def without_weights(
     maker = RequestMaker(
         codec=ChatCodec(tokenizer, config, generation_config, settings.model.chat_template),
         generation_config=generation_config,
-        context=planned.context,
+        plan=planned,
+        longest=settings.context or planned.shape.context,
         defaults=settings.generation,
         system=settings.system,
         raw=raw,
         directory=source.directory,
         allow_outside_files=allow_outside_files,
+        identity=identity(settings, chosen(planned), raw),
     )
     return maker, planned

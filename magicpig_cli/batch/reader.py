@@ -24,11 +24,6 @@ class RawLine:
     offset: int
     data: bytes  # without byte order mark, line end and spaces before it
 
-    @property
-    def fingerprint(self) -> int:
-        """63 bits and a sign that change with the data."""
-        return int.from_bytes(hashlib.blake2b(self.data, digest_size=8).digest(), "big", signed=True)
-
 
 class JsonlSource:
     """An open input. `directory` is where relative document paths start; `path` is None for stdin and pipes.

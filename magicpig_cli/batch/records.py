@@ -1,18 +1,26 @@
-"""Output lines, as any reader of OpenAI Batch results takes them."""
+"""Output lines, as any reader of OpenAI Batch results takes them.
+
+A record's `id` begins with the key of what was asked (RequestMaker.key), by which a later run knows what it answers:
+readers take an id for any text, and key and answer are written, copied and lost together.
+"""
 
 from __future__ import annotations
 
+import re
+import secrets
 import time
-import uuid
 from typing import Any
 
 from magicpig_cli.batch.line import LineError
 from magicpig_cli.events import Finished
 
+_KEY_BYTES = 16
+_ID = re.compile(r"batch_req_([0-9a-f]{32})[0-9a-f]{16}")
 
-def answer_record(custom_id: str, model: str, finished: Finished) -> dict[str, Any]:
+
+def answer_record(custom_id: str, key: bytes, model: str, finished: Finished) -> dict[str, Any]:
     """The line of an answer. Times are in milliseconds, `tpot_ms` is the mean over its decode steps."""
-    name = uuid.uuid4().hex
+    name = secrets.token_hex(16)
     completion_tokens = len(finished.token_ids)
     timing = finished.timing
     body = {
@@ -31,6 +39,7 @@ def answer_record(custom_id: str, model: str, finished: Finished) -> dict[str, A
             "prompt_tokens": finished.prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": finished.prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": finished.reused_tokens},
         },
         "magicpig": {
             "ttft_ms": timing.ttft_s * 1000,
@@ -40,14 +49,29 @@ def answer_record(custom_id: str, model: str, finished: Finished) -> dict[str, A
         },
     }
     response = {"status_code": 200, "request_id": f"req_{name}", "body": body}
-    return {"id": f"batch_req_{name}", "custom_id": custom_id, "response": response, "error": None}
+    return {"id": _record_id(key), "custom_id": custom_id, "response": response, "error": None}
 
 
-def error_record(problem: LineError) -> dict[str, Any]:
-    """The line of a failure."""
+def error_record(problem: LineError, key: bytes | None = None) -> dict[str, Any]:
+    """The line of a failure. key: of a line that could be read, and failed all the same."""
     return {
-        "id": f"batch_req_{uuid.uuid4().hex}",
+        "id": _record_id(key or secrets.token_bytes(_KEY_BYTES)),
         "custom_id": problem.custom_id,
         "response": None,
-        "error": {"code": problem.code, "message": problem.message, "line": problem.number},
+        "error": error_of(problem),
     }
+
+
+def error_of(problem: LineError) -> dict[str, Any]:
+    """What a record says of a failure."""
+    return {"code": problem.code, "message": problem.message, "line": problem.number}
+
+
+def key_of(record: dict[str, Any]) -> bytes | None:
+    """The key of what the record answers; None where it is none of ours."""
+    found = _ID.fullmatch(record["id"]) if isinstance(record.get("id"), str) else None
+    return bytes.fromhex(found[1]) if found else None
+
+
+def _record_id(key: bytes) -> str:
+    return f"batch_req_{key.hex()}{secrets.token_hex(8)}"

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import magicpig_cli
 from magicpig_cli.batch.reader import JsonlSource
 from magicpig_cli.batch.runner import Progress
-from magicpig_cli.config import Settings
+from magicpig_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from magicpig_cli.engine.engine import Engine
 
+State = Literal["running", "finished", "interrupted", "failed"]  # killed = "running", though nobody holds the lock
 _COUNTS = ("total", "ok", "failed", "skipped", "prompt_tokens", "completion_tokens")
 
 
 def summary(progress: Progress, batch_size: int, wall_s: float) -> dict[str, Any]:
-    """The keys of CLI.md. `skipped` counts lines that an earlier run has answered: none without resuming."""
+    """The keys of CLI.md. `skipped` counts lines that an earlier run has answered: tokens are those of this run."""
     return {
         "total": progress.total,
         "ok": progress.ok,
         "failed": progress.failed,
-        "skipped": 0,
+        "skipped": progress.skipped,
         "prompt_tokens": progress.prompt_tokens,
         "completion_tokens": progress.completion_tokens,
         "wall_s": wall_s,
@@ -34,15 +36,16 @@ def summary(progress: Progress, batch_size: int, wall_s: float) -> dict[str, Any
 
 
 def manifest(
-    settings: Settings, options: dict[str, Any], source: JsonlSource, engine: Engine | None,
-    summary: dict[str, Any], state: str, check_s: float,
+    parameters: dict[str, Any], choices: dict[str, Any], source: JsonlSource, engine: Engine | None,
+    summary: dict[str, Any], state: State, check_s: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """What ran, with what, and how it went. `state`: running, finished, interrupted or failed."""
+    """What ran, with what (`parameters.typed` and `parameters.chosen`), and how it went."""
     return {
         "version": magicpig_cli.__version__,
         "state": state,
-        "model": settings.model.model if engine is None else engine.model_name,
-        "parameters": {**dataclasses.asdict(settings), **options},
+        "model": parameters["model"]["model"] if engine is None else engine.model_name,
+        "parameters": parameters,
+        "chosen": choices,
         "input": {"path": str(source.path or "-"), "sha256": source.sha256},
         "counts": {key: summary[key] for key in _COUNTS},
         "timings": {
@@ -53,6 +56,25 @@ def manifest(
         },
         "batch_size": summary["batch_size"],
     }
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the run before. Raises UsageError where there is none, or none of ours."""
+    try:
+        content = json.loads(path.read_bytes())
+        if all(isinstance(content[key], dict) for key in ("parameters", "chosen")):
+            return dict(content)
+        reason = "it has no parameters"
+    except FileNotFoundError:
+        reason = "it is not there"
+    except OSError as problem:
+        reason = str(problem.strerror)
+    except (ValueError, KeyError, TypeError):
+        reason = "it is no manifest of a batch"
+    raise UsageError(
+        f"{path} must say with what the output was made: {reason}",
+        hint="--overwrite replaces the output, -o gives another place",
+    )
 
 
 def _peak_rss_bytes() -> int:

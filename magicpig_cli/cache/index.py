@@ -11,6 +11,7 @@ these are read as before: what is sampled never depends on how far that has come
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -19,10 +20,8 @@ import torch
 
 from magicpig_cli import kernels
 from magicpig_cli.cache.store import RowStore
-from magicpig_cli.config import JOINED_ROWS, TAIL_ROOM, TAIL_ROWS
+from magicpig_cli.config import JOINED_ROWS, REBUILD_GROWTH, TAIL_ROOM, TAIL_ROWS
 from magicpig_cli.kernels import Segment
-
-REBUILD_GROWTH = 1.25  # after a prefill that grew the offloaded part by more than a quarter: new mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +88,34 @@ class _Content:
         return self.sealed + self.tail_rows
 
 
+@dataclass(frozen=True, slots=True)
+class SavedIndex:
+    """What an index over the first rows of a store is made of, to be written down and made again."""
+
+    mean: np.ndarray  # float32 [Hkv, D]
+    built: int  # rows behind the mean
+    segments: tuple[Segment, ...]
+    last_rows: int  # of the last segment only the first so many rows belong to it
+    tail: np.ndarray  # uint16 [Hkv, L, n]: codes of the rows after the segments
+
+    @property
+    def cut(self) -> bool:
+        return bool(self.segments) and self.last_rows < self.segments[-1].n
+
+
 class LshIndex:
     """Tables over rows [0, length) of one store; none at first."""
 
-    def __init__(self, hasher: Hasher, store: RowStore, threads: int, sizes: IndexSizes | None = None) -> None:
-        """Centred on the mean of everything that is stored now."""
+    def __init__(
+        self, hasher: Hasher, store: RowStore, threads: int, sizes: IndexSizes | None = None,
+        mean: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Centred on `mean`, float32 [Hkv, D]; None: on the mean of everything that is stored now."""
         self.sizes = sizes or IndexSizes()
         self._hasher = hasher
         self._store = store
         self._threads = threads
-        self.mean = mean_key(store)  # float32 [Hkv, D]
+        self.mean = mean_key(store) if mean is None else mean  # float32 [Hkv, D]
         self._bias = hasher.bias(self.mean)  # float32 [Hkv, L·K]
         self.built = store.length  # rows behind the mean
         self._now = _Content()
@@ -123,7 +140,26 @@ class LshIndex:
     @property
     def nbytes(self) -> int:
         """Of segments and tail. A segment in the making comes on top for a while: `Plan.growth_bytes`."""
-        return sum(segment.nbytes for segment in self.segments) + self._tail.nbytes
+        return sum(segment.nbytes for segment in self.segments) + self.tail_bytes
+
+    @property
+    def tail_bytes(self) -> int:
+        """Of the tail alone, which no fork shares."""
+        return self._tail.nbytes
+
+    def fork(self, store: RowStore) -> LshIndex:
+        """The same index over a fork of its store: the same mean and segments, which never change; a tail of its own.
+
+        A segment in the making is not taken along: the fork begins it anew with its next steps. So what its steps do
+        depends on what is sampled from here, not on how far that has come.
+        """
+        fork = copy(self)
+        fork._store = store
+        fork._joining = None
+        fork._tail = np.zeros(self._tail.shape, dtype=self._tail.dtype)
+        tail = slice(0, self._now.tail_rows)
+        fork._tail_codes(self._now.tail_at)[:, :, tail] = self._tail_codes(self._now.tail_at)[:, :, tail]
+        return fork
 
     @property
     def outgrown(self) -> bool:
@@ -268,6 +304,34 @@ class LshIndex:
         if self.length < length:
             cut = next(segment for segment in now.segments if segment.start == self.length)
             self._add_cut(kernels.truncate_segment(cut, length - cut.start, self._threads))
+
+    def saved(self, length: int) -> SavedIndex:
+        """What it is made of below row `length`: segments, which never change, and a copy of the tail's codes."""
+        now = self._now
+        length = min(length, now.length)
+        segments = tuple(segment for segment in now.segments if segment.start < length)
+        last_rows = min(segments[-1].n, length - segments[-1].start) if segments else 0
+        tail = self._tail_codes(now.tail_at)[:, :, : max(0, length - now.sealed)].copy()
+        return SavedIndex(self.mean, min(self.built, length), segments, last_rows, tail)
+
+    @classmethod
+    def restored(
+        cls, saved: SavedIndex, hasher: Hasher, store: RowStore, threads: int, sizes: IndexSizes | None = None,
+        cut: bool = False,
+    ) -> LshIndex:  # fmt: skip
+        """The index that `saved` was taken of. Rows beyond its store are to be cut off before it is used.
+
+        cut: the last segment has been cut since it was made, so that it may have to join others (`truncate`).
+        """
+        index = cls(hasher, store, threads, sizes, saved.mean)
+        index.built = saved.built
+        rows = saved.tail.shape[2]
+        index._tail_codes(0)[:, :, :rows] = saved.tail
+        index._now = _Content(saved.segments, 0, rows)
+        if cut:
+            index._now = _Content(saved.segments[:-1])
+            index._add_cut(saved.segments[-1])
+        return index
 
     def _add_cut(self, cut: Segment) -> None:
         """Take back what is left of a segment: as a tail if it is no longer than one, else with its neighbours."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from magicpig_cli import kernels
@@ -83,6 +85,35 @@ class LayerCache:
         self.store.truncate(stored)
         self.length = length
 
+    def near(self, length: int) -> list[torch.Tensor]:
+        """What the window would hold if only the first `length` tokens were here: copies [Hkv, n, 2, D] on the device.
+
+        The first of them is the sink.
+        """
+        length = min(length, self.length)
+        old_boundary, stored = self.shape.boundary(self.length), self.shape.offloaded(length)
+        sink = min(self.shape.sink, length)
+        parts = [self.window.rows[:, :sink].clone()]
+        if length > sink:
+            back = self.store.read(stored, min(length, old_boundary) - self.shape.sink)
+            parts.append(self._staging.to_device(back).to(self.window.rows.dtype))
+            parts.append(self.window.rows[:, sink : sink + max(0, length - old_boundary)].clone())
+        return parts
+
+    def restore(self, length: int, stored: Iterable[np.ndarray], near: list[torch.Tensor]) -> None:
+        """Make an empty layer hold `length` rows: those of the store as they lie there, and what `near` gave.
+
+        If it fails or is interrupted, the layer is empty.
+        """
+        assert self.length == 0, "only an empty layer can be restored"
+        try:
+            for rows in stored:
+                self.store.append_stored(rows)
+            self._hold(length, self.store.length, *(self._staging.to_device(rows) for rows in near))
+        except BaseException:
+            self._hold(0, 0)
+            raise
+
     def truncate(self, length: int) -> None:
         """Forget all tokens from `length` on; what remains equals a sequence that never was longer.
 
@@ -90,13 +121,7 @@ class LayerCache:
         """
         if length >= self.length:
             return
-        old_boundary, new_boundary = self.shape.boundary(self.length), self.shape.boundary(length)
-        sink, stored = min(self.shape.sink, length), new_boundary - self.shape.sink
-        parts = [self.window.rows[:, :sink].clone()]
-        if length > sink:
-            back = self.store.read(stored, min(length, old_boundary) - self.shape.sink)
-            parts.append(self._staging.to_device(back).to(self.window.rows.dtype))
-            parts.append(self.window.rows[:, sink : sink + max(0, length - old_boundary)].clone())
+        stored, parts = self.shape.offloaded(length), self.near(length)
         if self.index is not None:
             self.index.truncate(stored)  # first: it may lag behind the store, never be ahead of it
         try:
@@ -104,6 +129,20 @@ class LayerCache:
         except BaseException:  # Ctrl-C half-way: what it overwrote is gone, so there is no way back
             self._hold(length, stored, *parts)
             raise
+
+    def fork(self) -> LayerCache:
+        """A layer with the same rows and index, sharing what is complete. Both go on as if they were alone."""
+        fork = copy(self)
+        fork.window = self.window.fork()
+        fork.store = self.store.fork()
+        fork.index = None if self.index is None else self.index.fork(fork.store)
+        return fork
+
+    def release(self) -> None:
+        """Give back everything; the layer is not to be used any more."""
+        self.index = None
+        self.length = self.window.used = 0
+        self.store.truncate(0)
 
     def first_visible(self) -> int:
         """First position that the newest token attends to (0, or later under a sliding window)."""

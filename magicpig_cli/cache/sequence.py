@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from magicpig_cli.cache.layer import LayerCache
@@ -20,11 +21,12 @@ class Sequence:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the blocks that hold offloaded rows."""
+        """Bytes of the blocks that hold offloaded rows, as if no fork shared them."""
         return sum(layer.store.nbytes for layer in self.layers)
 
     @property
     def index_bytes(self) -> int:
+        """Bytes of the indexes, as if no fork shared them."""
         return sum(layer.index.nbytes for layer in self.layers if layer.index is not None)
 
     @property
@@ -42,10 +44,30 @@ class Sequence:
         for layer in self.layers:
             layer.truncate(length)
 
+    def fork(self) -> Sequence:
+        """A sequence that holds the same tokens and shares what is complete of their rows and indexes.
+
+        Both go on as if they were alone, and each may be released first.
+        """
+        return Sequence([layer.fork() for layer in self.layers], list(self.ids))
+
     def release(self) -> None:
-        """Forget everything; blocks that no fork shares can be used by others at once."""
-        self.truncate(0)
+        """Give back everything, windows and indexes too. What no fork shares can be used by others at once.
+
+        The sequence cannot be continued afterwards. Releasing it again does nothing.
+        """
+        self.ids = []
+        for layer in self.layers:
+            layer.release()
+        self.layers = []
 
     def rollback(self) -> None:
         """After an interrupted forward: every layer back to the tokens in `ids`."""
         self.truncate(len(self.ids))
+
+
+def index_bytes(sequences: Iterable[Sequence]) -> int:
+    """Bytes of the indexes of these sequences together: what several share counts once."""
+    indexes = [layer.index for sequence in sequences for layer in sequence.layers if layer.index is not None]
+    segments = {id(segment): segment for index in indexes for segment in index.segments}
+    return sum(index.tail_bytes for index in indexes) + sum(segment.nbytes for segment in segments.values())

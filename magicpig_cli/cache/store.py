@@ -49,19 +49,27 @@ class RowStore:
 
     @property
     def nbytes(self) -> int:
-        """Of all blocks, the one that is ready for further rows included."""
+        """Of all blocks as if nobody else held them, the one that is ready for further rows included."""
         return (len(self._blocks) + (self._next is not None)) * self._pool.block_bytes
 
     def append(self, rows: torch.Tensor) -> None:
         """Copy rows [Hkv, T, 2, D] to the end: of the row type, or of any float type into an int8 store."""
-        if self._pool.dtype == "int8":
-            rows = quantize(rows)
+        self._take(quantize(rows) if self._pool.dtype == "int8" else rows)
+
+    def append_stored(self, rows: np.ndarray) -> None:
+        """Copy rows [Hkv, T, 2, W] to the end as `stored` gives them."""
+        self._take(as_tensor(rows))
+
+    def _take(self, rows: torch.Tensor) -> None:
+        """Copy rows [Hkv, T, 2, W] to the end."""
         size = self._pool.block_rows
         taken, count = 0, rows.shape[1]
         while taken < count:
             index, offset = divmod(self.length, size)
             if index == len(self._blocks):
                 self._add_block()
+            elif self._pool.shared(self._arrays[index]):
+                self._part_from_others(index, offset)
             step = min(size - offset, count - taken)
             self._blocks[index][:, offset : offset + step] = rows[:, taken : taken + step]
             self.length += step
@@ -80,10 +88,27 @@ class RowStore:
 
     def _add_block(self) -> None:
         """The block that was made ready, or a new one."""
-        block = self._pool.take() if self._next is None else self._ready_block()
+        self._hold(self._pool.take() if self._next is None else self._ready_block())
+
+    def _hold(self, block: np.ndarray) -> None:
         self._blocks.append(as_tensor(block))
         self._arrays.append(block)
         self.table.append_block(block)
+
+    def _part_from_others(self, index: int, rows: int) -> None:
+        """Have a block of its own instead of one that others read, with the first `rows` rows of it."""
+        shared, block = self._arrays[index], self._copy(index, rows)
+        tensor = as_tensor(block)
+        self.table.replace_block(index, block)
+        self._blocks[index] = tensor
+        self._arrays[index] = block
+        self._pool.give_back(shared)
+
+    def _copy(self, index: int, rows: int) -> np.ndarray:
+        """A new block with the first `rows` rows of an old one."""
+        block = self._pool.take()
+        block[:, :rows] = self._arrays[index][:, :rows]
+        return block
 
     def _ready_block(self) -> np.ndarray:
         """The block that was made ready, which then is no longer the next one."""
@@ -103,6 +128,30 @@ class RowStore:
         for block in dropped:
             self._pool.give_back(block)
         self._make_ready()
+
+    def stored(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """Rows [start, stop) as they lie here, [Hkv, ≤ block_rows, 2, W] of NUMPY_TYPE: views without copying."""
+        size = self._pool.block_rows
+        while start < stop:
+            index, offset = divmod(start, size)
+            step = min(size - offset, stop - start)
+            yield self._arrays[index][:, offset : offset + step]
+            start += step
+
+    def fork(self) -> RowStore:
+        """A store with the same rows: it shares the blocks that are full, and has a copy of the last one if it is not.
+
+        Both go on as if they were alone. `nbytes` of both is the same; the pool counts what they share once.
+        """
+        fork = RowStore(self._pool)
+        full, rest = divmod(self.length, self._pool.block_rows)
+        for block in self._arrays[:full]:
+            fork._hold(self._pool.share(block))
+        if rest:
+            fork._hold(self._copy(full, rest))
+        fork.length = self.length
+        fork._make_ready()
+        return fork
 
     def views(self, start: int, stop: int, at_most: int) -> Iterator[torch.Tensor]:
         """Rows [start, stop) as [Hkv, ≤ at_most, 2, D]: views without copying, or float32 copies of int8 rows."""

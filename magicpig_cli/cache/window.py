@@ -43,6 +43,7 @@ class Window:
         self, shape: WindowShape, kv_heads: int, head_dim: int, dtype: kernels.RowType, device: torch.device
     ) -> None:
         self.shape = shape
+        self._dtype = dtype
         self.rows = torch.zeros(kv_heads, shape.capacity, 2, head_dim, dtype=TORCH_DTYPE[dtype], device=device)
         self.used = 0
         self.table: kernels.RowTable | None = None  # the same memory for the kernels, where they can reach it
@@ -54,6 +55,13 @@ class Window:
     def valid(self) -> torch.Tensor:
         """View [Hkv, used, 2, D]."""
         return self.rows[:, : self.used]
+
+    def fork(self) -> Window:
+        """A window with copies of the same rows."""
+        kv_heads, _, _, head_dim = self.rows.shape
+        fork = Window(self.shape, kv_heads, head_dim, self._dtype, self.rows.device)
+        fork.replace(self.valid)
+        return fork
 
     def replace(self, *parts: torch.Tensor) -> None:
         """Hold exactly the rows of these parts [Hkv, n, 2, D], in order: copies, not views of this window."""

@@ -100,7 +100,7 @@ def _default_map(command: Any, arguments: list[str]) -> dict[str, Any]:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line and return its exit code."""
+    """Run one command line and return its exit code. A command finds the arguments as its context's `obj`."""
     console.set_verbose(False)
     console.set_debug(False)
     if sys.stderr is None:  # closed by whoever started this: notices go nowhere
@@ -109,7 +109,8 @@ def run(arguments: list[str]) -> int:
         return _report(MagicpigError("stdout is closed, so answers have nowhere to go", hint="> FILE, or -o FILE"))
     command = typer.main.get_command(build_app())
     try:
-        with command.make_context("magicpig", list(arguments), default_map=_default_map(command, arguments)) as context:
+        defaults = _default_map(command, arguments)
+        with command.make_context("magicpig", list(arguments), default_map=defaults, obj=arguments) as context:
             command.invoke(context)
         sys.stdout.flush()
         return 0
@@ -119,7 +120,7 @@ def run(arguments: list[str]) -> int:
         console.say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # `| head -1` has read enough
-        _silence_stdout()
+        console.silence_stdout()
         return 1
     except Exception as problem:
         return _report(problem)
@@ -140,12 +141,6 @@ def _report(problem: Exception) -> int:
     hint = None if console.debugging() else "run it again with --debug for the traceback"
     console.error(MagicpigError(f"{type(problem).__name__}: {problem}", hint=hint))
     return MagicpigError.exit_code
-
-
-def _silence_stdout() -> None:
-    """Nothing more can be written there; without this Python complains while it shuts down."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main() -> None:

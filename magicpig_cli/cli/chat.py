@@ -18,6 +18,7 @@ from magicpig_cli.errors import INTERRUPTED, UsageError
 from magicpig_cli.ui import console
 
 _SILENT_S = 3.0
+_KEEPING = "Another day"  # of --help
 
 if TYPE_CHECKING:
     from magicpig_cli.cache.sequence import Sequence
@@ -36,10 +37,46 @@ def chat(
         typer.Option("-f", "--file", metavar="PATH", help="Put a document into the first message; - is stdin."),
     ] = None,
     as_json: AsJson = False,
+    session: Annotated[
+        str | None,
+        typer.Option(
+            "--session",
+            metavar="NAME",
+            rich_help_panel=_KEEPING,
+            help="Begin a conversation that is kept under this name, or go on with it.",
+        ),
+    ] = None,
+    continue_: Annotated[
+        bool, typer.Option("--continue", rich_help_panel=_KEEPING, help="Go on with the session that was used last.")
+    ] = False,
+    session_text_only: Annotated[
+        bool,
+        typer.Option(
+            "--session-text-only",
+            rich_help_panel=_KEEPING,
+            help="Keep a session's text alone, which is read again next time: no file of keys, values and index.",
+        ),
+    ] = False,
+    prompt_cache: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt-cache",
+            metavar="FILE",
+            rich_help_panel=_KEEPING,
+            help="Read the first message's documents (-f) from this file of keys, values and index, as far as it has "
+            "them; it is written beside the first answer if it is not there, or if they have grown or changed. Later "
+            "turns are not added to it: that is what --session is for.",
+        ),
+    ] = None,
     quiet: Quiet = False,
     no_live: NoLive = False,
+    no_markdown: Annotated[
+        bool, typer.Option("--no-markdown", help="Show answers on a terminal as the model writes them.")
+    ] = False,
 ) -> None:
     """Chat with a model about long documents."""
+    name = _session_name(session, continue_=continue_)
+    cache_path = _prompt_cache_path(prompt_cache)
     documents, stdin_taken = _read_documents(prompt, file or [])
     text = _one_question(prompt, documents, stdin_taken)
     if text is None and as_json:
@@ -47,17 +84,65 @@ def chat(
     if text is None and not _is_terminal():
         raise UsageError("a conversation needs a terminal at stdin", hint='magicpig chat "Your question"')
 
+    from magicpig_cli.cli.one_turn import OneTurn
+    from magicpig_cli.prompt_cache import PromptCache
+    from magicpig_cli.sessions import Sessions
+    from magicpig_cli.ui.answer import statistics_line
     from magicpig_cli.ui.loading import load_engine
 
     engine = load_engine(settings, quiet=quiet)
+    say = _unheard if quiet else console.say
+    sessions = Sessions(say, console.warn, with_cache=not session_text_only)
+    cache = None if cache_path is None else PromptCache(cache_path, engine, say, console.warn)
     if text is None:
-        from magicpig_cli.ui.conversation import converse
+        from magicpig_cli.ui.chat.loop import converse
 
-        converse(engine, settings, documents, quiet=quiet, live=not no_live)
+        converse(
+            engine, settings, documents, quiet=quiet, live=not no_live, markdown=not no_markdown, sessions=sessions,
+            session=name, prompt_cache=cache,
+        )  # fmt: skip
         return
-    finished = _one_turn(engine, settings, documents, text, as_json=as_json, quiet=quiet, live=not no_live)
+    turn = OneTurn(engine, settings)
+    if name is not None:
+        turn.open(sessions, name, quiet=quiet)
+    try:
+        finished = turn.answer(
+            documents, text, cache, show_text=not as_json, quiet=quiet, live=not no_live, markdown=not no_markdown
+        )
+    finally:
+        sessions.leave(turn)
+    if as_json:
+        print(json.dumps(answer_json(engine, turn.sequence, finished), ensure_ascii=False))
+    elif not quiet:
+        console.say(statistics_line(finished))
     if finished.reason == "interrupted":
         raise typer.Exit(INTERRUPTED)
+
+
+def _unheard(_: str) -> None:
+    """Takes notices of a quiet run."""
+
+
+def _session_name(session: str | None, *, continue_: bool) -> str | None:
+    """Name of the session to go on with or to begin, if any. Raises UsageError."""
+    if session is None and not continue_:
+        return None
+    from magicpig_cli import sessions
+
+    if session is not None and continue_:
+        raise UsageError("--continue goes on with the last session, --session names one", hint="give one of them")
+    return sessions.most_recent() if session is None else sessions.checked_name(session)
+
+
+def _prompt_cache_path(text: str | None) -> Path | None:
+    """Where the prompt cache is, or can be. Raises UsageError."""
+    if text is None:
+        return None
+    from magicpig_cli.prompt_cache import check_path
+
+    path = Path(text).expanduser()
+    check_path(path)
+    return path
 
 
 def _one_question(prompt: str | None, documents: list[tuple[str, str]], stdin_taken: bool) -> str | None:
@@ -111,27 +196,6 @@ def _stdin_bytes() -> bytes:
     if not select.select([sys.stdin], [], [], _SILENT_S)[0]:
         console.say("waiting for stdin to end; </dev/null leaves it out")
     return sys.stdin.buffer.read()
-
-
-def _one_turn(
-    engine: Engine, settings: Settings, documents: list[tuple[str, str]], text: str, *, as_json: bool, quiet: bool,
-    live: bool,
-) -> Finished:  # fmt: skip
-    from magicpig_cli.engine.conversation import Conversation, document_message
-    from magicpig_cli.ui.answer import Interrupts, show_notices, statistics_line, stream_answer
-
-    conversation = Conversation(engine.codec, settings.system)
-    conversation.add_user(document_message(documents, text) if documents else text)
-    sequence = engine.new_sequence()
-    prompt_ids = conversation.prompt_ids()
-    show_notices(engine, quiet=quiet)
-    request = engine.request("chat", prompt_ids, settings.generation, sequence)
-    finished = stream_answer(engine, request, Interrupts(), show_text=not as_json, quiet=quiet, live=live)
-    if as_json:
-        print(json.dumps(answer_json(engine, sequence, finished), ensure_ascii=False))
-    elif not quiet:
-        console.say(statistics_line(finished))
-    return finished
 
 
 def answer_json(engine: Engine, sequence: Sequence, finished: Finished) -> dict[str, Any]:

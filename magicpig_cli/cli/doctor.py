@@ -146,6 +146,7 @@ def _speeds(speeds: Speeds) -> Iterator[tuple[str, str]]:
     )
     products = ", ".join(f"{form} {_gb_s(rate)}" for form, rate in speeds.product_bytes_s.items())
     yield "weights read", f"{products}, by a product with one row ({many})"
+    yield "prompts", f"{speeds.prompt_multiply_adds_s / 1e9:.0f}e9 multiply-adds per second in float32 ({many})"
     yield (
         "look-ups",
         f"{speeds.visit_ns:.1f} ns per table and {speeds.count_ns:.2f} ns per id (1 thread); "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from magicpig_cli.engine.text import decode
+from magicpig_cli.engine.thinking import Tags, opened_by, split_thinking
 from magicpig_cli.errors import MagicpigError
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -87,6 +88,16 @@ class ChatCodec:
         return dressed[: next(starts, 0)]
 
     # What the template can and cannot
+
+    def knows_thinking(self, tags: Tags) -> bool:
+        """Whether the template itself decides what becomes of thinking in earlier answers: it changes them then."""
+        answer = f"{tags.opening}{_PROBE}a{tags.closing}{_PROBE}b"
+        turns = [("user", "a"), ("assistant", answer), ("user", "b")]
+        try:
+            rendered = self._apply([{"role": role, "content": text} for role, text in turns], True)
+        except Exception:  # as in render
+            return False
+        return self.has_template and answer not in rendered
 
     def _apply(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
         text: str = self._tokenizer.apply_chat_template(
@@ -215,6 +226,7 @@ class Conversation:
     def __init__(self, codec: ChatCodec, system: str | None = None) -> None:
         self.system = system
         self.messages: list[dict[str, str]] = []
+        self.opened_thinking: Tags | None = None  # by the prompt that was rendered last
         self._codec = codec
         self.clear()
 
@@ -222,7 +234,20 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
 
     def add_assistant(self, text: str) -> None:
+        """The answer to the prompt that was rendered last. What was thought goes back to the model only by a template
+        that knows of it."""
+        tags, answer = split_thinking(text, self.opened_thinking)
+        if tags is not None:
+            closed = text if tags.closing in text else text + tags.closing  # it was interrupted
+            text = closed if self._codec.knows_thinking(tags) else answer
         self.messages.append({"role": "assistant", "content": text})
+
+    def set_system(self, text: str | None) -> None:
+        """Another system text, or none, for the same turns."""
+        self.system = text
+        turns = [message for message in self.messages if message["role"] != "system"]
+        self.clear()
+        self.messages += turns
 
     def undo(self) -> str | None:
         """Take back the last question and its answer. Returns the question; None if there was none."""
@@ -239,7 +264,9 @@ class Conversation:
 
     def prompt_ids(self) -> list[int]:
         """Ids of all turns, ready for the assistant's next one. Raises MagicpigError."""
-        return self._codec.encode_chat(self.messages)
+        prompt = self._codec.render(self.messages)
+        self.opened_thinking = opened_by(prompt)
+        return self._codec.encode_raw(prompt)
 
 
 def document_message(documents: Sequence[tuple[str, str]], question: str) -> str:
@@ -290,6 +317,8 @@ def _read_bytes(path: str) -> bytes:
 
 def _not_text(path: str, data: bytes, offset: int) -> MagicpigError:
     hint = "convert the document to plain text first"
-    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+    if data.startswith(b"%PDF-"):
+        hint = f"pdftotext {path} takes the text out of it"
+    elif data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         hint = f"it looks like UTF-16: iconv -f UTF-16 -t UTF-8 {path}"
     return MagicpigError(f"{path} is not UTF-8 text: byte 0x{data[offset]:02x} at offset {offset:,}", hint=hint)

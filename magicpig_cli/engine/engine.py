@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
 from magicpig_cli import kernels
+from magicpig_cli.cache.saved import SavedCache
 from magicpig_cli.cache.sequence import Sequence
-from magicpig_cli.config import GenerationOptions, Settings
-from magicpig_cli.engine.conversation import ChatCodec
+from magicpig_cli.cache.snapshot import Snapshot, file_bytes, write
+from magicpig_cli.config import MAX_DELAY_S, GenerationOptions, Settings
+from magicpig_cli.engine.admission import Admission
+from magicpig_cli.engine.conversation import ChatCodec, common_prefix
+from magicpig_cli.engine.identity import identity_of, model_differences, sampler_differences, sampler_of
+from magicpig_cli.engine.prefix import SharedPrefix
 from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.engine.sampling import resolve_sampling
 from magicpig_cli.engine.scheduler import Request, Scheduler
@@ -36,6 +43,7 @@ class Engine:
         self.tokenizer = loaded.tokenizer
         self.generation_config = loaded.generation_config
         self.model_name = loaded.name
+        self.revision = loaded.revision
         self.params = loaded.params
         self.load_s = load_s
         self.isa = kernels.isa.current()
@@ -48,7 +56,10 @@ class Engine:
         self.threads = self.plan.threads
         self._device = device
         settle(loaded.model, self.context)
+        self.identity = identity_of(loaded, planned)
+        self.sampler = sampler_of(planned, settings.attention.hash_seed)
         self.runner = ModelRunner(loaded.model, self.shape, self.plan, device, settings.attention.hash_seed)
+        self.admission = Admission(self.plan)
         self._cancelled: set[str] = set()
         torch.set_num_threads(self.threads)
 
@@ -83,6 +94,38 @@ class Engine:
         """An empty sequence, to be continued over several requests."""
         return self.runner.new_sequence()
 
+    def save(self, taken: Snapshot, path: Path, **how: Any) -> int:
+        """Write keys, values and index to a file; returns its size. how: see `cache.snapshot.write`, for errors too."""
+        return write(taken, path, self.identity, self.sampler, **how)
+
+    def saved_bytes(self, taken: Snapshot) -> int:
+        """How large the file will be that `save` writes."""
+        return file_bytes(taken, self.identity, self.sampler)
+
+    def check_saved(self, saved: SavedCache) -> None:
+        """Raise MagicpigError if a file's keys and values are not those of this model, naming what differs."""
+        if different := model_differences(self.identity, saved.identity):
+            raise MagicpigError(
+                f"{saved.path} belongs to another model or another form of it: {'; '.join(different)}",
+                hint="name another file, or delete this one",
+            )
+
+    def restore(self, saved: SavedCache, prompt_ids: list[int]) -> tuple[Sequence, str | None]:
+        """A sequence of the tokens that a file and a prompt share at their beginning, one less than the prompt at most.
+
+        Also, in words, why the index of the file cannot be used and will be made anew: None where it is used, or where
+        nothing will be sampled. Raises MagicpigError as `check_saved` does, and for a damaged file.
+        """
+        self.check_saved(saved)
+        length = min(common_prefix(saved.ids, prompt_ids), len(prompt_ids) - 1)
+        unusable = [] if self.sampler is None else sampler_differences(self.sampler, saved.sampler)
+        sequence = self.runner.restore(saved, length, index=self.sampler is not None and not unusable)
+        return sequence, "; ".join(unusable) if unusable and self.runner.samples(sequence) else None
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A sequence with the same tokens, continued on its own; both share the memory of what they have in common."""
+        return self.runner.fork(sequence)
+
     def check_fits(self, prompt_tokens: int, max_tokens: int | None) -> None:
         """Raise ContextError if the prompt, with the answer tokens asked for, exceeds the context.
 
@@ -100,18 +143,23 @@ class Engine:
 
     def request(
         self, key: str, prompt_ids: list[int], options: GenerationOptions, sequence: Sequence | None = None,
-        default_seed: int | None = None,
+        default_seed: int | None = None, prefix: SharedPrefix | None = None,
     ) -> Request:  # fmt: skip
         """A request with sampling resolved against the model's own defaults. Raises MagicpigError."""
         if not prompt_ids:
             raise MagicpigError("the prompt has no tokens", hint="check --chat-template, or ask something")
         self.check_fits(len(prompt_ids), options.max_tokens)
         sampling = resolve_sampling(options, self.generation_config)
-        return Request(key, prompt_ids, sampling, default_seed, sequence)
+        return Request(key, prompt_ids, sampling, default_seed, sequence, prefix)
 
-    def generate(self, requests: Iterable[Request], batch_size: int = 1) -> Iterator[Event]:
-        """Answer requests, up to `batch_size` decoded together; the next one is prefilled when a slot is free."""
-        return Scheduler(self, requests, batch_size).run()
+    def generate(
+        self, requests: Iterable[Request], batch_size: int = 1, max_delay_s: float = MAX_DELAY_S
+    ) -> Iterator[Event]:
+        """Answer requests, up to `batch_size` decoded together; the next one joins when a slot and memory are free.
+
+        max_delay_s: for how long running answers may wait while prompts are read; one chunk is always read.
+        """
+        return Scheduler(self, requests, batch_size, max_delay_s).run()
 
     def cancel(self, key: str) -> None:
         """End the answer with this key at the next chunk or step; it finishes as `interrupted`."""
@@ -125,11 +173,10 @@ class Engine:
         return False
 
     def memory(self) -> dict[str, int]:
-        """Bytes of all living sequences' rows and indexes, of the process, and on the GPU."""
-        living = self.runner.living()
+        """Bytes of all living sequences' rows and indexes (shared ones once), of the process, and on the GPU."""
         return {
-            "kv_bytes": sum(sequence.kv_bytes for sequence in living),
-            "index_bytes": sum(sequence.index_bytes for sequence in living),
+            "kv_bytes": self.runner.kv_bytes,
+            "index_bytes": self.runner.index_bytes,
             "rss_bytes": psutil.Process().memory_info().rss,
             "vram_bytes": torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0,
         }

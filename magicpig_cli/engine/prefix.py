@@ -7,7 +7,7 @@ input, never on which of them happen to run at the same time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from magicpig_cli.cache.sequence import Sequence
 
@@ -21,7 +21,7 @@ class SharedPrefix:
     """
 
     tokens: int
-    parent: SharedPrefix | None = None
+    parent: SharedPrefix | None = field(default=None, repr=False)
     users: int = 0
     sequence: Sequence | None = None  # once it has been read
 
@@ -34,11 +34,10 @@ class SharedPrefix:
 
     def release(self) -> None:
         """One user has ended."""
-        self.users -= 1
-        if self.users > 0:
-            return
-        if self.sequence is not None:
-            self.sequence.release()
-            self.sequence = None
-        if self.parent is not None:
-            self.parent.release()
+        for prefix in self.chain():  # no recursion: a conversation that grows line by line is a chain of hundreds
+            prefix.users -= 1
+            if prefix.users > 0:
+                return
+            if prefix.sequence is not None:
+                prefix.sequence.release()
+                prefix.sequence = None

@@ -15,12 +15,14 @@ from magicpig_cli.attention.lsh import LshSampler
 from magicpig_cli.attention.rotation import rotation
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.layer import LayerCache, LayerSpec
-from magicpig_cli.cache.sequence import Sequence
+from magicpig_cli.cache.saved import SavedCache
+from magicpig_cli.cache.sequence import Sequence, index_bytes
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import TORCH_DTYPE
 from magicpig_cli.cache.window import WindowShape
 from magicpig_cli.config import INDEX_FROM
 from magicpig_cli.engine.builder import IndexBuilder
+from magicpig_cli.errors import MagicpigError
 from magicpig_cli.events import STAGES, StepStats
 from magicpig_cli.kernels import window_type
 from magicpig_cli.kernels.memory import give_back_freed
@@ -72,9 +74,37 @@ class ModelRunner:
         self._sequences.add(sequence)
         return sequence
 
-    def living(self) -> list[Sequence]:
-        """Sequences made here that somebody still holds."""
-        return list(self._sequences)
+    def restore(self, saved: SavedCache, length: int, *, index: bool) -> Sequence:
+        """A sequence of the first `length` tokens of a file; index: with its tables of the layers that are sampled.
+
+        Raises MagicpigError if the file is damaged or of a model with other layers.
+        """
+        if saved.layers != len(self._specs):
+            raise MagicpigError(f"{saved.path} has {saved.layers} layers, and the model {len(self._specs)}")
+        sequence = self.new_sequence()
+        for layer, cache in enumerate(sequence.layers):
+            saved.read_layer(layer, cache, length)
+            found = saved.read_index(layer, cache.spec.kv_heads) if index and self._indexed(layer) else None
+            if found is not None:
+                self._attention.adopt_index(layer, cache, found[0], cut=found[1])
+        sequence.commit(saved.ids[:length])
+        return sequence
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A sequence with the same tokens, whose rows and indexes are shared until one of the two changes them."""
+        fork = sequence.fork()
+        self._sequences.add(fork)
+        return fork
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the offloaded rows of all living sequences; what several share counts once."""
+        return self._pool.nbytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the indexes of all living sequences; what several share counts once."""
+        return index_bytes(list(self._sequences))
 
     def samples(self, sequence: Sequence, mode: str | None = None) -> bool:
         """Whether the next decode step of this sequence samples. `mode` overrules the plan's (bench, eval)."""

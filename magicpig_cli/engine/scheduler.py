@@ -1,8 +1,16 @@
-"""Several answers at once: prefill a request when a slot is free, decode all running ones together, emit events."""
+"""Continuous batching: answers join when a slot and memory are free, decode together, and leave when they end.
+
+    request ──> opened (memory promised) ──> reading (chunks of its prompt) ──> running (decode steps) ──> finished
+       └── put back: memory ran out ──┘                                            │
+
+Between two decode steps prompts are read for a bounded time, so that running answers keep moving. Into which chunks a
+prompt is cut depends on the prompt alone: neither neighbours nor times change an answer.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,11 +22,27 @@ from magicpig_cli.engine.conversation import common_prefix
 from magicpig_cli.engine.prefix import SharedPrefix
 from magicpig_cli.engine.sampling import SamplingParams, TokenSampler
 from magicpig_cli.engine.text import TextStream
-from magicpig_cli.errors import MagicpigError
-from magicpig_cli.events import Event, Failed, Finished, FinishReason, PrefillProgress, Timing, TokenEvent
+from magicpig_cli.errors import MagicpigError, MemoryBudgetError
+from magicpig_cli.events import (
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    PrefillProgress,
+    Requeued,
+    Timing,
+    TokenEvent,
+    WaitingForMemory,
+)
+from magicpig_cli.kernels.memory import give_back_freed
+from magicpig_cli.planner.memory import sequence_parts, written_out
+from magicpig_cli.units import format_bytes
 
 if TYPE_CHECKING:
     from magicpig_cli.engine.engine import Engine
+
+MEMORY_WAIT_S = 60.0  # for which a request waits for memory that other programs have taken
+_WAIT_STEP_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -38,16 +62,17 @@ class Request:
 
 @dataclass
 class _Answer:
-    """One running request."""
+    """One request that has been opened."""
 
     request: Request
-    sequence: Sequence
+    limit: int  # tokens it may be given in all
+    reused: int  # prompt tokens whose rows it does not make itself
     sampler: TokenSampler
     stream: TextStream
-    limit: int  # tokens it may still be given in all
-    reused: int
     started: float
-    prefill_s: float = 0.0
+    sequence: Sequence | None = None  # from when its prefix has been read
+    reading: Iterator[tuple[int, torch.Tensor | None]] | None = None
+    read_s: float = 0.0
     ttft_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
     tpot_ms: list[float] = field(default_factory=list)
@@ -55,17 +80,43 @@ class _Answer:
     offloaded: int = 0
     finish: FinishReason | None = None
 
-    def finished(self, tail: str) -> Finished:
+    @property
+    def key(self) -> str:
+        return self.request.key
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the sequence at its end, at most."""
+        return len(self.request.prompt_ids) + self.limit
+
+    @property
+    def read_before(self) -> int:
+        """Prompt tokens whose rows somebody has made already."""
+        prefix = self.request.prefix
+        if prefix is None:
+            return self.reused
+        return next((part.tokens for part in prefix.chain() if part.sequence is not None), 0)
+
+    def close(self) -> None:
+        """Free what it holds, unless that is its caller's."""
+        if self.reading is not None:
+            self.reading.close()  # type: ignore[attr-defined]
+        if self.request.sequence is None and self.sequence is not None:
+            self.sequence.release()
+        self.sequence = None
+
+    def finished(self) -> Finished:
         assert self.finish is not None
+        tail = self.stream.finish()
         return Finished(
-            key=self.request.key,
+            key=self.key,
             reason=self.finish,
             token_ids=tuple(self.tokens),
             text=self.stream.text,
             tail=tail,
             prompt_tokens=len(self.request.prompt_ids),
             reused_tokens=self.reused,
-            timing=Timing(self.prefill_s, self.ttft_s, tuple(self.tpot_ms)),
+            timing=Timing(self.read_s, self.ttft_s, tuple(self.tpot_ms)),
             sampled=self.sampled,
             offloaded=self.offloaded,
             seed=self.sampler.seed,
@@ -76,73 +127,237 @@ def _failed(request: Request, error: MagicpigError) -> Failed:
     return Failed(request.key, type(error).__name__, error.message, error.hint)
 
 
+def _out_of_memory(error: BaseException) -> bool:
+    """torch's allocator for CPUs says so in words only."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
 class Scheduler:
     """Drives one `Engine.generate` call."""
 
-    def __init__(self, engine: Engine, requests: Iterable[Request], batch_size: int) -> None:
+    def __init__(self, engine: Engine, requests: Iterable[Request], batch_size: int, max_delay_s: float) -> None:
         self._engine = engine
         self._requests = iter(requests)
+        self._put_back: deque[Request] = deque()
         self._batch_size = batch_size
-        self._running: list[_Answer] = []
+        self._slots = batch_size  # fewer after memory ran out
+        self._smooth = 0  # answers that have ended since then
+        self._max_delay_s = max_delay_s
+        self._reading: _Answer | None = None
+        self._running: list[_Answer] = []  # the oldest first
+        self._waiting_since: float | None = None
+        self._prefixes: set[SharedPrefix] = set()  # that have been read
 
     def run(self) -> Iterator[Event]:
+        try:
+            while True:
+                yield from self._fill()
+                if self._running:
+                    yield from self._step()
+                elif self._reading is None and not self._put_back:
+                    return
+        finally:
+            for answer in self._opened():
+                answer.close()
+            for prefix in self._prefixes:
+                if prefix.sequence is not None:
+                    prefix.sequence.release()
+                    prefix.sequence = None
+
+    def _opened(self) -> list[_Answer]:
+        return self._running + ([self._reading] if self._reading else [])
+
+    # --- joining ---
+
+    def _fill(self) -> Iterator[Event]:
+        """Read prompts while slots are free, for as long as running answers may wait; at least one chunk."""
+        since = time.perf_counter()
         while True:
-            yield from self._admit()
-            yield from self._retire()
-            if not self._running:
+            if self._reading is None:
+                yield from self._admit()
+            if self._reading is None:
                 return
-            yield from self._step()
-            yield from self._retire()
+            nobody_waits, begin = not self._running, time.perf_counter()
+            yield from self._read_chunk(self._reading)
+            now = time.perf_counter()
+            if nobody_waits:
+                since = now
+            if self._running and (now - since) + (now - begin) > self._max_delay_s:
+                return
 
     def _admit(self) -> Iterator[Event]:
-        """Prefill waiting requests until every slot is taken or none waits. A request that cannot run yields Failed."""
-        while len(self._running) < self._batch_size:
-            request = next(self._requests, None)
+        """Open the next request if a slot and memory are free. One that cannot run yields Failed."""
+        while len(self._running) < self._slots:
+            request = self._put_back.popleft() if self._put_back else next(self._requests, None)
             if request is None:
                 return
             try:
+                self._engine.check_fits(len(request.prompt_ids), None)
                 answer = self._open(request)
-                yield from self._prefill(answer)
+                short = self._short_of_memory(answer)
             except MagicpigError as error:
-                yield _failed(request, error)
-            else:
-                self._running.append(answer)
-                yield from self._retire()
+                yield from self._fail(request, error)
+                continue
+            if short is None:
+                self._waiting_since = None
+                self._reading = answer
+                yield PrefillProgress(answer.key, answer.read_before, len(request.prompt_ids), 0.0)
+                return
+            self._put_back.appendleft(request)
+            if self._running:
+                return
+            yield short
+            time.sleep(_WAIT_STEP_S)
 
     def _open(self, request: Request) -> _Answer:
-        engine = self._engine
-        engine.check_fits(len(request.prompt_ids), None)
-        sequence = request.sequence if request.sequence is not None else engine.new_sequence()
-        # The last prompt token is always run again: its logits give the first token of the answer.
-        reused = min(common_prefix(sequence.ids, request.prompt_ids), len(request.prompt_ids) - 1)
-        sequence.truncate(reused)
-        return _Answer(
-            request=request,
-            sequence=sequence,
-            sampler=TokenSampler(request.sampling, request.prompt_ids, request.default_seed),
-            stream=TextStream(engine.tokenizer, request.sampling.stop),
-            limit=min(request.sampling.max_tokens, engine.context - len(request.prompt_ids)),
-            reused=reused,
-            started=time.perf_counter(),
+        engine, prompt = self._engine, request.prompt_ids
+        limit = min(request.sampling.max_tokens, engine.context - len(prompt))
+        reused = 0
+        if request.sequence is not None:
+            # The last prompt token is always run again: its logits give the first token of the answer.
+            reused = min(common_prefix(request.sequence.ids, prompt), len(prompt) - 1)
+            request.sequence.truncate(reused)
+        elif request.prefix is not None:
+            reused = request.prefix.tokens
+        answer = _Answer(
+            request, limit, reused, TokenSampler(request.sampling, prompt, request.default_seed),
+            TextStream(engine.tokenizer, request.sampling.stop), time.perf_counter(), request.sequence,
+        )  # fmt: skip
+        answer.reading = self._read(answer)
+        return answer
+
+    def _short_of_memory(self, answer: _Answer) -> WaitingForMemory | None:
+        """What there is too little of for this answer to begin. Raises MemoryBudgetError if waiting is of no use.
+
+        A caller's own sequence was promised its memory when the model was loaded.
+        """
+        if answer.request.sequence is not None:
+            return None
+        budget = self._engine.admission.budget()
+        need, promised = self._need(answer), sum(map(self._promised, self._opened()))
+        promised += sum(self._prefix_bytes(prefix) for prefix in self._prefixes)
+        if promised + need <= budget:
+            return None
+        now = time.monotonic()
+        if not self._running:
+            self._waiting_since = self._waiting_since or now
+            if need > self._engine.plan.budget_bytes or now - self._waiting_since > MEMORY_WAIT_S:
+                self._waiting_since = None
+                raise self._too_large(answer, budget - promised)
+        return WaitingForMemory(answer.key, need, max(0, budget - promised))
+
+    def _need(self, answer: _Answer) -> int:
+        """Bytes that it brings along: its own, and of prefixes that have not been read yet."""
+        chain = answer.request.prefix.chain() if answer.request.prefix else ()
+        unread = (prefix for prefix in chain if prefix.sequence is None)
+        return self._promised(answer) + sum(map(self._prefix_bytes, unread))
+
+    def _promised(self, answer: _Answer) -> int:
+        if answer.request.sequence is not None:
+            return 0
+        return self._engine.admission.bytes_of(answer.longest, answer.request.prefix)
+
+    def _prefix_bytes(self, prefix: SharedPrefix) -> int:
+        return self._engine.admission.bytes_of(prefix.tokens, prefix.parent)
+
+    def _too_large(self, answer: _Answer, free: int) -> MemoryBudgetError:
+        parts = sequence_parts(self._engine.plan, answer.longest)
+        return MemoryBudgetError(
+            f"{answer.longest:,} tokens take {written_out(parts)}; {format_bytes(max(0, free))} are free",
+            hint="close other programs, or allow shorter answers (--max-tokens)",
         )
 
-    def _prefill(self, answer: _Answer) -> Iterator[Event]:
-        request = answer.request
-        total = len(request.prompt_ids)
-        last: torch.Tensor | None = None
-        yield PrefillProgress(request.key, answer.reused, total, 0.0)
-        for done, logits in self._engine.runner.prefill(answer.sequence, request.prompt_ids[answer.reused :]):
-            last = logits
-            answer.prefill_s = time.perf_counter() - answer.started
-            yield PrefillProgress(request.key, answer.reused + done, total, answer.prefill_s)
-            if self._engine.take_cancelled(request.key):
+    # --- reading prompts ---
+
+    def _read(self, answer: _Answer) -> Iterator[tuple[int, torch.Tensor | None]]:
+        """Chunk by chunk: (prompt tokens done, logits [V] once they are the prompt's last)."""
+        prompt, prefix = answer.request.prompt_ids, answer.request.prefix
+        if prefix is not None:
+            for part in reversed(list(prefix.chain())):
+                if part.sequence is None:
+                    for done in self._read_prefix(part, prompt):
+                        yield done, None
+            assert prefix.sequence is not None
+            answer.sequence = self._engine.fork(prefix.sequence)
+        elif answer.sequence is None:
+            answer.sequence = self._engine.new_sequence()
+        for done, logits in self._engine.runner.prefill(answer.sequence, prompt[answer.reused :]):
+            yield answer.reused + done, logits
+
+    def _read_prefix(self, prefix: SharedPrefix, prompt: list[int]) -> Iterator[int]:
+        """Make the sequence of a prefix whose parent has one. Yields how many tokens are done."""
+        parent = prefix.parent
+        begin = parent.tokens if parent else 0
+        sequence = self._engine.new_sequence()
+        if parent is not None:
+            assert parent.sequence is not None
+            sequence = self._engine.fork(parent.sequence)
+        try:
+            for done, _ in self._engine.runner.prefill(sequence, prompt[begin : prefix.tokens]):
+                yield begin + done
+        except BaseException:
+            sequence.release()
+            raise
+        prefix.sequence = sequence
+        self._prefixes.add(prefix)
+
+    def _read_chunk(self, answer: _Answer) -> Iterator[Event]:
+        """One chunk of a prompt; after the last one the answer runs."""
+        assert answer.reading is not None
+        total = len(answer.request.prompt_ids)
+        try:
+            done, logits = next(answer.reading)
+        except MagicpigError as error:
+            yield from self._drop(answer, error)
+            return
+        except (MemoryError, RuntimeError) as error:
+            yield from self._run_out(error)
+            return
+        answer.read_s = time.perf_counter() - answer.started
+        yield PrefillProgress(answer.key, done, total, answer.read_s)
+        if self._engine.take_cancelled(answer.key):
+            answer.finish = "interrupted"
+            if answer.sequence is not None:
                 answer.sequence.truncate(answer.reused)
+        elif done == total:
+            assert logits is not None, "the last chunk has logits"
+            yield from self._try_take(answer, logits)
+            answer.ttft_s = time.perf_counter() - answer.started
+            if self._reading is answer:
+                self._reading = None
+                self._running.append(answer)
+        yield from self._retire()
+
+    # --- decoding ---
+
+    def _step(self) -> Iterator[Event]:
+        """One decode step of all running answers."""
+        answers = list(self._running)
+        try:
+            step = self._engine.runner.decode(
+                [answer.sequence for answer in answers if answer.sequence is not None], [a.tokens[-1] for a in answers]
+            )
+        except (MemoryError, RuntimeError) as error:
+            yield from self._run_out(error)
+            return
+        yield step.stats
+        for row, answer in enumerate(answers):
+            answer.tpot_ms.append(step.stats.wall_ms)
+            answer.sampled += step.sampled[row]
+            answer.offloaded += step.offloaded[row]
+            yield from self._try_take(answer, step.logits[row])
+            if answer.finish is None and self._engine.take_cancelled(answer.key):
                 answer.finish = "interrupted"
-                return
-        assert last is not None, "a prompt has at least one token"
-        first = self._take(answer, last)
-        answer.ttft_s = time.perf_counter() - answer.started
-        yield first
+        yield from self._retire()
+
+    def _try_take(self, answer: _Answer, logits: torch.Tensor) -> Iterator[Event]:
+        """Take the next token. An answer whose logits cannot be used fails alone."""
+        try:
+            yield self._take(answer, logits)
+        except MagicpigError as error:
+            yield from self._drop(answer, error)
 
     def _take(self, answer: _Answer, logits: torch.Tensor) -> TokenEvent:
         """Sample the next token from logits [V], and see whether it ends the answer."""
@@ -154,29 +369,61 @@ class Scheduler:
             answer.finish = "stop"
         elif len(answer.tokens) >= answer.limit:
             answer.finish = "length"
-        return TokenEvent(answer.request.key, token, text)
+        return TokenEvent(answer.key, token, text)
 
-    def _step(self) -> Iterator[Event]:
-        """One decode step of all running answers. One whose logits cannot be used fails alone."""
-        answers = list(self._running)
-        step = self._engine.runner.decode([a.sequence for a in answers], [a.tokens[-1] for a in answers])
-        yield step.stats
-        for row, answer in enumerate(answers):
-            answer.tpot_ms.append(step.stats.wall_ms)
-            answer.sampled += step.sampled[row]
-            answer.offloaded += step.offloaded[row]
-            try:
-                yield self._take(answer, step.logits[row])
-            except MagicpigError as error:
-                self._running.remove(answer)
-                yield _failed(answer.request, error)
-                continue
-            if answer.finish is None and self._engine.take_cancelled(answer.request.key):
-                answer.finish = "interrupted"
+    # --- leaving ---
 
     def _retire(self) -> Iterator[Event]:
         """Report finished answers and free their slots."""
-        done = [answer for answer in self._running if answer.finish]
-        self._running = [answer for answer in self._running if not answer.finish]
-        for answer in done:
-            yield answer.finished(answer.stream.finish())
+        for answer in [answer for answer in self._opened() if answer.finish]:
+            self._close(answer)
+            self._smooth += 1
+            if self._smooth >= self._slots < self._batch_size:
+                self._slots, self._smooth = self._slots + 1, 0
+            self._leave(answer.request)
+            yield answer.finished()
+
+    def _drop(self, answer: _Answer, error: MagicpigError) -> Iterator[Event]:
+        """An opened answer that cannot go on."""
+        self._close(answer)
+        yield from self._fail(answer.request, error)
+
+    def _fail(self, request: Request, error: MagicpigError) -> Iterator[Event]:
+        self._leave(request)
+        yield _failed(request, error)
+
+    def _close(self, answer: _Answer) -> None:
+        """Take it out and free what it holds."""
+        if answer is self._reading:
+            self._reading = None
+        else:
+            self._running.remove(answer)
+        answer.close()
+
+    def _leave(self, request: Request) -> None:
+        """A request has ended, well or not; nobody may need its prefix any more."""
+        if request.prefix is not None:
+            request.prefix.release()
+            self._prefixes = {prefix for prefix in self._prefixes if prefix.sequence is not None}
+
+    def _run_out(self, error: MemoryError | RuntimeError) -> Iterator[Event]:
+        """Memory ran out: take the youngest answer back and go on with fewer slots. One that is alone fails.
+
+        Other errors are raised again. The sequences are as they were before the forward.
+        """
+        if not _out_of_memory(error):
+            raise error
+        youngest, *others = reversed(self._opened())
+        if not others or youngest.request.sequence is not None:
+            parts = written_out(sequence_parts(self._engine.plan, youngest.longest))
+            failure = MemoryBudgetError(
+                f"memory ran out with {youngest.longest:,} tokens planned: {parts}",
+                hint="close other programs, a shorter -c or lower --max-tokens, or --kv-dtype int8",
+            )
+            yield from self._drop(youngest, failure)
+            return
+        self._close(youngest)
+        give_back_freed()
+        self._put_back.appendleft(youngest.request)
+        self._slots, self._smooth = len(others), 0
+        yield Requeued(youngest.key, self._slots)

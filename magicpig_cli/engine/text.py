@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from magicpig_cli.engine.thinking import TAG_TEXTS
+
 _UNFINISHED = "\ufffd"  # how a decoder shows bytes that are no character (yet)
 _LONGEST_CHARACTER = 4  # bytes of UTF-8, hence tokens
 _LONGEST_WINDOW = 64  # tokens; only a long run of broken bytes comes near it
@@ -71,7 +73,7 @@ class TextStream:
     """The text of one answer, piece by piece. What was returned once is never taken back.
 
     Bytes of an incomplete character are held back, and so is text that may be the beginning of a stop string. Special
-    tokens are skipped; one whose text is a stop string stops.
+    tokens are skipped, tags around thinking aside; one whose text is a stop string stops.
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
@@ -96,8 +98,11 @@ class TextStream:
                 self._held += self._detokenizer.flush()
                 self._cut_at_stop()
                 self.stopped = True
-            return ""
-        self._held += self._detokenizer.push(token_id)
+            if self.stopped or self._special[token_id] not in TAG_TEXTS:
+                return ""
+            self._held += self._detokenizer.flush() + self._special[token_id]
+        else:
+            self._held += self._detokenizer.push(token_id)
         if self._cut_at_stop():
             return self._show(len(self._held))
         return self._show(len(self._held) - self._may_become_stop())

@@ -22,9 +22,15 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def aligned_bytes(size: int) -> np.ndarray:
-    """`size` zero bytes starting at a multiple of 2 MiB, committed when first touched."""
+    """`size` zero bytes starting at a multiple of 2 MiB, committed when first touched.
+
+    Raises MemoryError where the system refuses them (a limit of the process, no overcommitment).
+    """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    area = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=flags)
+    try:
+        area = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=flags)
+    except OSError as error:
+        raise MemoryError(f"the system refuses another {size:,} bytes: {error.strerror}") from error
     raw = np.frombuffer(area, dtype=np.uint8)
     skip = -raw.ctypes.data % HUGE_PAGE_BYTES
     whole = size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES  # a page that is not filled would commit more than was asked for

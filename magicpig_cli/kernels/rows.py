@@ -53,7 +53,7 @@ class RowTable:
     blocks alive; their contents may change between calls, not during one.
     """
 
-    def __init__(self, kv_heads: int, head_dim: int, dtype: str, block_rows: int) -> None:
+    def __init__(self, kv_heads: int, head_dim: int, dtype: RowType, block_rows: int) -> None:
         want_int("kv_heads", kv_heads, 1)
         want_int("head_dim", head_dim, 1, MAX_HEAD_DIM)
         want_int("block_rows", block_rows, 1)
@@ -83,13 +83,23 @@ class RowTable:
 
     def append_block(self, block: np.ndarray) -> None:
         """Add a block [Hkv, block_rows, 2, W] of the row type, C-contiguous."""
-        shape = (self.kv_heads, self.block_rows, 2, row_width(self.head_dim, self.dtype))
-        axes = f"Hkv, block_rows, 2, {'D + 2' if self.dtype == 'int8' else 'D'}"
-        want_array("block", block, NUMPY_TYPE[self.dtype], axes, shape, _BLOCK_KIND[self.dtype])
+        self._want_block(block)
         if len(self._blocks) == len(self._addresses):
             self._addresses = np.concatenate([self._addresses, np.zeros_like(self._addresses)])
         self._addresses[len(self._blocks)] = block.ctypes.data
         self._blocks.append(block)
+
+    def replace_block(self, index: int, block: np.ndarray) -> None:
+        """Have the rows of block `index` in another one from now on."""
+        want_int("index", index, 0, len(self._blocks) - 1)
+        self._want_block(block)
+        self._blocks[index] = block
+        self._addresses[index] = block.ctypes.data
+
+    def _want_block(self, block: np.ndarray) -> None:
+        shape = (self.kv_heads, self.block_rows, 2, row_width(self.head_dim, self.dtype))
+        axes = f"Hkv, block_rows, 2, {'D + 2' if self.dtype == 'int8' else 'D'}"
+        want_array("block", block, NUMPY_TYPE[self.dtype], axes, shape, _BLOCK_KIND[self.dtype])
 
     def drop_blocks(self, keep: int) -> None:
         """Forget all blocks but the first `keep`."""

@@ -32,7 +32,7 @@ from magicpig_cli import hardware
 from magicpig_cli.config import APP_NAME, ModelOptions
 from magicpig_cli.errors import MagicpigError, MemoryBudgetError, ModelError, UsageError
 from magicpig_cli.events import LoadProgress
-from magicpig_cli.model import demo, gguf, hub, linear, weights
+from magicpig_cli.model import demo, fingerprint, gguf, hub, linear, weights
 from magicpig_cli.model.name import model_name
 from magicpig_cli.model.progress import Report, forwarded, ignore, one_line
 from magicpig_cli.model.shape import published_dtype, read_dtype, shape_from_config, unsupported_reason
@@ -55,6 +55,7 @@ class Loaded:
     name: str  # as people call it: Hub id, name of the directory or file, demo
     revision: str | None  # commit on the Hub, or fingerprint of the GGUF file; None for a directory
     params: int  # tied weights counted once
+    weights: str  # fingerprint of their values (`fingerprint.of_weights`)
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,7 @@ def load_model(
     else:
         model = _read_model(source, config, device, dtype, options, report)
     model.train(False).requires_grad_(False)
+    weights_fingerprint = fingerprint.of_weights(model)
     if device.type == "cpu":
         wide: Form = "bfloat16" if dtype == torch.bfloat16 else "float32"
         linear.hold(model, "int8" if options.quantize == "int8" else wide, report)
@@ -174,6 +176,7 @@ def load_model(
         name=source.name,
         revision=source.revision,
         params=sum(p.numel() for p in model.parameters()),
+        weights=weights_fingerprint,
     )
 
 

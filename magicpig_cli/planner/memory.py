@@ -66,6 +66,15 @@ def sequence_parts(plan: Plan, tokens: int, batch: int = 1) -> tuple[Part, ...]:
     )
 
 
+def too_large(plan: Plan, tokens: int) -> str:
+    """`a sequence of 9,000 tokens takes 0.4 GiB keys and values + 0.3 GiB index = 0.7 GiB, but 0.5 GiB of memory are
+    free for sequences`: what is wrong with one that exceeds the plan's budget by itself."""
+    return (
+        f"a sequence of {tokens:,} tokens takes {written_out(sequence_parts(plan, tokens))}, but "
+        f"{format_bytes(plan.budget_bytes)} of memory are free for sequences"
+    )
+
+
 def expected_host(plan: Plan, tokens: int, batch: int, generated: int) -> tuple[Part, ...]:
     """What a process holds at its peak with `batch` sequences of `tokens`, the last `generated` of them answers."""
     on_host = plan.gpu is None

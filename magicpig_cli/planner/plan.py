@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from magicpig_cli.config import INDEX_FROM, JOINED_ROWS, TAIL_ROOM, TAIL_ROWS
+from magicpig_cli.config import INDEX_FROM, JOINED_ROWS, REBUILD_GROWTH, TAIL_ROOM, TAIL_ROWS
 from magicpig_cli.hardware import Gpu, Speeds
 from magicpig_cli.kernels import MAX_SEGMENT_ROWS, RowType, row_bytes, window_type
 from magicpig_cli.model.shape import ModelShape
@@ -152,6 +153,39 @@ class Plan:
         """Everything that one sequence takes in host memory."""
         kept = self.kv_bytes(tokens) + self.window_bytes() + self.index_bytes(tokens)
         return kept + self.growth_bytes(tokens)
+
+    def shared_bytes(self, prefix_tokens: int, tokens: int, parents: Sequence[int] = ()) -> int:
+        """What a sequence that was forked from one of `prefix_tokens` and grows to `tokens` at most shares with it.
+
+        parents: lengths of the prefixes that this prefix was itself forked from, the shortest first. What the sequence
+        takes beside its prefix is never more than `sequence_bytes(tokens)` less this, whatever of the growth is prompt
+        and whatever answer, unless it is cut to less than `prefix_tokens`.
+        """
+        blocks = min(self.offloaded(prefix_tokens), self.offloaded(tokens)) // self.block_rows
+        rows = self._rows_bytes(blocks * self.block_rows, self.row_dtype)
+        return rows + len(self.sampled_layers) * self._shared_index_bytes((*parents, prefix_tokens), tokens)
+
+    def _shared_index_bytes(self, prefixes: Sequence[int], tokens: int) -> int:
+        """Of one layer: segments of the last index built at once that no prompt, answer or longer prefix can change.
+
+        A segment stays unless what follows it is half as long (it is joined with that), or the index is built anew.
+        """
+        built = self._keys_behind_mean(prefixes)
+        grown = self.offloaded(tokens) - built
+        if not built or self.offloaded(tokens) > built * REBUILD_GROWTH:
+            return 0
+        full, rest = divmod(built, MAX_SEGMENT_ROWS)
+        shared = full * self.segment_bytes(MAX_SEGMENT_ROWS)
+        return shared + (self.segment_bytes(rest) if rest > max(TAIL_ROWS, 2 * grown) else 0)
+
+    def _keys_behind_mean(self, prefixes: Sequence[int]) -> int:
+        """Keys in the index when it was last built at once, of a sequence read to these lengths one after the other."""
+        built = 0
+        for tokens in prefixes:
+            keys = self.indexed_keys(tokens)
+            if keys > built * REBUILD_GROWTH:
+                built = keys
+        return built
 
     def sequences_that_fit(self, tokens: int) -> int:
         """How many sequences of `tokens` can be decoded together: at least 1, at most `max_batch`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -12,8 +12,10 @@ import numpy as np
 
 from magicpig_cli.engine.engine import Engine, Request
 from magicpig_cli.errors import MagicpigError
-from magicpig_cli.events import Failed, Finished, TokenEvent
+from magicpig_cli.events import Event, Failed, Finished, TokenEvent
 from magicpig_cli.ui import console
+from magicpig_cli.ui.answer_text import AnswerText, TextLook
+from magicpig_cli.ui.keys import unseen_keys
 from magicpig_cli.ui.live import open_view
 from magicpig_cli.units import format_seconds
 
@@ -52,26 +54,36 @@ def cancel_on_interrupt(engine: Engine, key: str, interrupts: Interrupts) -> Ite
 
 
 def stream_answer(
-    engine: Engine, request: Request, interrupts: Interrupts, *, show_text: bool, quiet: bool, live: bool = True
-) -> Finished:
-    """Run one request. Text goes to stdout as it becomes safe to show. Raises MagicpigError if it cannot run."""
+    engine: Engine, request: Request, interrupts: Interrupts, *, show_text: bool, quiet: bool, live: bool = True,
+    look: TextLook | None = None, observe: Callable[[Event], None] | None = None,
+) -> Finished:  # fmt: skip
+    """Run one request. Text goes to stdout as it becomes safe to show. Raises MagicpigError if it cannot run.
+
+    look: how the text is shown on a terminal; observe: is told every event.
+    """
     finished: Finished | None = None
     view = open_view(engine, wanted=live, quiet=quiet, what="reading the prompt", unit="tok", text_shown=show_text)
-    with cancel_on_interrupt(engine, request.key, interrupts), view:
+    text = AnswerText(view, look or TextLook()) if show_text else None
+    with cancel_on_interrupt(engine, request.key, interrupts), unseen_keys(), view:
         for event in engine.generate([request]):
             view.show(event)
-            if isinstance(event, TokenEvent) and show_text:
-                view.write(event.text)
+            if observe is not None:
+                observe(event)
+            if isinstance(event, TokenEvent) and text is not None:
+                text.feed(event.text)
             elif isinstance(event, Failed):
                 raise MagicpigError(event.message, event.hint)
             elif isinstance(event, Finished):
                 finished = event
-                if show_text:
-                    view.write(event.tail)
+                if text is not None and not _was_dropped(finished):
+                    text.finish(event.tail)
     assert finished is not None, "a request ends with Finished or Failed"
-    if show_text and not finished.text.endswith("\n"):
-        view.write("\n")
     return finished
+
+
+def _was_dropped(finished: Finished) -> bool:
+    """Whether it was interrupted before there was an answer."""
+    return finished.reason == "interrupted" and not finished.token_ids
 
 
 def show_notices(engine: Engine, *, quiet: bool) -> None:

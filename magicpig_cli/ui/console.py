@@ -5,6 +5,7 @@ Progress moves only where stderr is a terminal; in a log file it is one plain li
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -12,11 +13,12 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from magicpig_cli.errors import MagicpigError
+from magicpig_cli.units import format_seconds
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -64,6 +66,12 @@ def _styled() -> bool:
     return is_live() and not os.environ.get("NO_COLOR")
 
 
+def styles_text(stream: TextIO) -> bool:
+    """Whether text that goes there may be styled, with bullets and lines: a terminal that has colours and UTF-8."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return stream.isatty() and not plain and (stream.encoding or "").lower().replace("-", "") == "utf8"
+
+
 def printable(text: str) -> str:
     """Text from a model, file or exception with control characters made visible, so that it cannot drive a terminal."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
@@ -97,6 +105,53 @@ def error(problem: MagicpigError | str) -> None:
     _write("error: " + _one_line(message), "31")
     if hint:
         _write("hint: " + _one_line(hint))
+
+
+def print_last(text: str) -> None:
+    """A result on stdout at the end of a run that ends early: if nobody can read it any more, so be it."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        silence_stdout()
+
+
+def silence_stdout() -> None:
+    """Nothing more can be written there; without this Python complains while it shuts down."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def lasting_stderr() -> Iterator[None]:
+    """While inside, what cannot be written to stderr is lost: its terminal may be closed long before a run ends."""
+    with contextlib.redirect_stderr(_Lasting(sys.stderr)):
+        yield
+
+
+class _Lasting(io.TextIOBase):
+    """Stands for stderr."""
+
+    def __init__(self, real: TextIO) -> None:
+        self._real = real
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._real.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._real.flush()
+
+    def isatty(self) -> bool:
+        return self._real.isatty()
+
+    def fileno(self) -> int:
+        return self._real.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._real.encoding
 
 
 def _one_line(text: str) -> str:
@@ -133,7 +188,7 @@ def terminal_columns() -> int:
 class Track:
     """Progress of one piece of work, as a context manager: a bar where it can move, else a line every ten seconds.
 
-    `unit` follows the counts (`1,024 / 9,000 tok`); a total of 0 means unknown.
+    `unit` follows the counts (`1,024 / 9,000 tok`), with so many a second; a total of 0 means unknown.
     """
 
     def __init__(self, description: str, *, unit: str = "", quiet: bool = False) -> None:
@@ -143,6 +198,7 @@ class Track:
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._said = time.monotonic()
+        self._begun: tuple[float, float] | None = None  # done at the first update, and when that was
 
     def __enter__(self) -> Track:
         if not self._quiet and is_live():
@@ -158,13 +214,25 @@ class Track:
         """Show that `done` of `total` is done."""
         self.description = description or self.description
         counts = f"{done:,.0f}" + (f" / {total:,.0f}" if total else "") + (f" {self.unit}" if self.unit else "")
+        rate = self._rate(done)
+        if rate:
+            counts += f", {rate:,.0f} {self.unit}/s"
         if self._bar is not None and self._task is not None:
             self._bar.update(
                 self._task, description=printable(self.description), completed=done, total=total or None, counts=counts
             )
         elif not self._quiet and time.monotonic() - self._said >= PLAIN_EVERY_S:
             self._said = time.monotonic()
-            _write(f"{self.description}: {counts}" + (f" ({done / total:.0%})" if total else ""))
+            left = f", {format_seconds((total - done) / rate)} left" if total and rate else ""
+            _write(f"{self.description}: {counts}" + (f" ({done / total:.0%}{left})" if total else ""))
+
+    def _rate(self, done: float) -> float:
+        """Units per second since the first update; 0 while there is none worth showing."""
+        now = time.monotonic()
+        if self._begun is None or done < self._begun[0]:
+            self._begun = (done, now)
+        fresh, seconds = done - self._begun[0], now - self._begun[1]
+        return fresh / seconds if self.unit and fresh >= seconds > 0 else 0.0
 
     def note(self, text: str) -> None:
         """A notice that stays, above the bar if there is one."""

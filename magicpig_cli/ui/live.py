@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from magicpig_cli.events import Event, PrefillProgress, TokenEvent
 from magicpig_cli.ui import console
 from magicpig_cli.ui.live_state import LiveState, Setup, Work
+from magicpig_cli.ui.styles import Piece, styled
 
 if TYPE_CHECKING:
     from magicpig_cli.engine.engine import Engine
@@ -81,13 +82,24 @@ class View:
     def show(self, event: Event | None = None, work: Work | None = None) -> None:
         """Take in what the engine has just said, and how far the run is."""
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether something is seen to move while no text comes."""
+        return False
+
     def forget_steps(self) -> None:
         """Steps to come are not to be mixed with those so far."""
 
     def write(self, text: str) -> None:
         """Text of an answer, to stdout: as it is into files and pipes, but it must not drive a terminal."""
-        if text:
-            sys.stdout.write(console.printable(text) if sys.stdout.isatty() else text)
+        self.write_styled([(text, "")] if text else [])
+
+    def write_styled(self, pieces: list[Piece]) -> None:
+        """The same for pieces of text, which have their styles on a terminal only."""
+        if pieces:
+            terminal = sys.stdout.isatty()
+            texts = (styled(console.printable(text), style) if terminal else text for text, style in pieces)
+            sys.stdout.write("".join(texts))
             sys.stdout.flush()
 
     def close(self) -> None:
@@ -159,15 +171,19 @@ class PanelView(View):
             took = time.monotonic() - now
             self._due_at = now + max(_EVERY_S, min(took / _SHARE, _RARELY_S))
 
+    @property
+    def counts_tokens(self) -> bool:
+        return self._shares
+
     def forget_steps(self) -> None:
         self.state.forget_steps()
 
-    def write(self, text: str) -> None:
+    def write_styled(self, pieces: list[Piece]) -> None:
         if not (self._shares and self._open):
-            super().write(text)
-        elif text:
+            super().write_styled(pieces)
+        elif pieces:
             with self._alone():
-                self._below.write(console.printable(text), sys.stdout)
+                self._below.write_styled([(console.printable(text), style) for text, style in pieces], sys.stdout)
 
     def close(self) -> None:
         if self._open:

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from magicpig_cli.events import STAGES, Event, Failed, Finished, PrefillProgress, StepStats, TokenEvent
+from magicpig_cli.events import STAGES, Event, Failed, Finished, PrefillProgress, Requeued, StepStats, TokenEvent
 
 TIMED_STEPS = 512  # percentiles and sparkline
 RECENT_STEPS = 32  # speed, stage shares and sampled ratios
@@ -100,7 +100,7 @@ class LiveState:
             self._slot(event.key).generated += 1
         elif isinstance(event, PrefillProgress):
             self._read(event)
-        elif isinstance(event, Finished | Failed):
+        elif isinstance(event, Finished | Failed | Requeued):
             self.slots.pop(event.key, None)
 
     def forget_steps(self) -> None:

@@ -13,10 +13,14 @@ moved. So the character that would fill a row is held back until the next one co
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TextIO
 
 from rich.cells import cell_len, get_character_cell_size
+
+from magicpig_cli.ui.styles import Piece, styled
 
 _BEGIN = "\x1b[?2026h\x1b[?25l"  # terminals that know 2026 show nothing until the end of it; no cursor that runs about
 _END = "\x1b[?25h\x1b[?2026l"
@@ -27,62 +31,105 @@ _DOWN = "\x1bD"  # one row down in the same column; scrolls at the bottom
 # Everything after the cursor. Not at once: from the top left corner, tmux moves what is erased into its history.
 _ERASE_BELOW = f"{_DOWN}\x1b[A{_SAVE}{_ERASE_RIGHT}\x1b[B\r{_ERASE_REST}{_RESTORE}"
 _TAB = 8
+_JOINER, _AS_EMOJI = "\u200d", "\ufe0f"
+_SKINS, _FLAG_LETTERS = range(0x1F3FB, 0x1F400), range(0x1F1E6, 0x1F200)
+_DOUBTFUL = re.compile("[\u200d\ufe0f\U0001f3fb-\U0001f3ff\U0001f1e6-\U0001f1ff]")
 
 Frame = Callable[[int, int], list[str]]  # (columns, rows) of the terminal → rows to show, each narrower than that
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a terminal makes of emoji that consist of several characters."""
+
+    joins: bool  # their parts are one picture
+    widens: bool  # a sign that is shown as an emoji takes two cells
+
+    def cells(self, character: str, last: str) -> int:
+        """Cells of a character after another one."""
+        code = ord(character)
+        if character == _AS_EMOJI:
+            return int(self.widens)
+        if last == _JOINER or code in _SKINS:
+            return 0 if self.joins else 2
+        if code in _FLAG_LETTERS:
+            second = bool(last) and ord(last) in _FLAG_LETTERS
+            return (0 if second else 2) if self.joins else 1 + self.widens
+        return get_character_cell_size(character)
+
+
+_KINDS = tuple(Kind(joins, widens) for joins in (False, True) for widens in (False, True))
 
 
 class Columns:
     """The column where the text ends, 0-based; the terminal's width means that a row is exactly full.
 
-    After a resize it may be one of several: terminals that re-wrap lines and those that cut them differ.
+    It may be one of several: terminals that re-wrap lines on resize and those that cut them differ, and so do kinds.
     """
 
     def __init__(self, width: int) -> None:
         self.width = width
         self._line = 0  # cells since the line began
-        self._possible = {0}
+        self._last = ""  # character
+        self._possible: dict[Kind, set[int]] = {kind: {0} for kind in _KINDS}
 
     def after(self, text: str) -> set[int]:
         """Where the text may end once this is written."""
-        return {self._advance(column, text) for column in self._possible}
+        return set().union(*self._after(text).values())
 
     @property
     def in_a_line(self) -> bool:
         return self._line > 0
 
     def write(self, text: str) -> None:
-        self._possible = self.after(text)
+        self._possible = self._after(text)
+        self._last = text[-1:] or self._last
         _, newline, last = text.rpartition("\n")
         self._line = cell_len(last) + (0 if newline else self._line)
 
     def begin_line(self) -> None:
         """Something else has moved the cursor to the start of a line."""
-        self._line, self._possible = 0, {0}
+        self._line = 0
+        self._possible = {kind: {0} for kind in _KINDS}
 
     def resize(self, width: int) -> None:
         """The terminal has another width now."""
         wrapped = self._line % width or (width if self._line else 0)
-        self._possible = {wrapped} | {min(column, width - 1) for column in self._possible}
+        for kind, columns in self._possible.items():
+            self._possible[kind] = {wrapped} | {min(column, width - 1) for column in columns}
         self.width = width
 
     def stays(self, text: str) -> bool:
         """Whether the text surely ends in the row where it begins."""
-        room = self.width - max(self._possible)
-        return "\n" not in text and "\t" not in text and cell_len(text) < room
+        if "\n" in text or "\t" in text:
+            return False
+        cells = max(sum(map(kind.cells, text, self._last + text)) for kind in _KINDS)
+        return cells < self.width - max(self.after(""))
 
     def fills(self, text: str) -> bool:
         """Whether the row may be exactly full once this is written."""
         return self.width in self.after(text)
 
-    def _advance(self, column: int, text: str) -> int:
+    def _after(self, text: str) -> dict[Kind, set[int]]:
+        if not _DOUBTFUL.search(self._last + text) and len(set(map(frozenset, self._possible.values()))) == 1:
+            columns = self._possible[_KINDS[0]]
+            ends = {self._advance(column, text, _KINDS[0]) for column in columns}
+            return dict.fromkeys(_KINDS, ends)
+        return {
+            kind: {self._advance(column, text, kind) for column in columns} for kind, columns in self._possible.items()
+        }
+
+    def _advance(self, column: int, text: str, kind: Kind) -> int:
+        last = self._last
         for character in text:
             if character == "\n":
                 column = 0
             elif character == "\t":
                 column = min((column // _TAB + 1) * _TAB, self.width - 1)
             else:
-                cells = get_character_cell_size(character)
+                cells = kind.cells(character, last)
                 column = cells if column + cells > self.width else column + cells
+            last = character
         return column
 
 
@@ -95,7 +142,7 @@ class Below:
         self._rows: list[str] = []
         self._size = self._terminal()
         self._columns = Columns(self._size.columns)
-        self._held = ""
+        self._held: list[Piece] = []
         self.shown = False
 
     def draw(self) -> None:
@@ -110,26 +157,33 @@ class Below:
 
         Its last characters may be held back: `close` writes them.
         """
-        text, self._held = self._held + text, ""
+        self.write_styled([(text, "")], into)
+
+    def write_styled(self, pieces: list[Piece], into: TextIO) -> None:
+        """The same for pieces of text with their styles."""
+        pieces, self._held = [*self._held, *pieces], []
+        text = "".join(piece for piece, _ in pieces)
         resized = self._follow_size()
-        while text and self._columns.fills(text):
-            text, self._held = text[:-1], text[-1] + self._held
-        if not text:
+        count = len(text)
+        while count and self._columns.fills(text[:count]):
+            count -= 1
+        pieces, self._held = _cut(pieces, count)
+        if not count:
             return
-        if not self.shown or (not resized and self._columns.stays(text)):
-            self._put(text, into)
+        if not self.shown or (not resized and self._columns.stays(text[:count])):
+            self._put(pieces, into)
             return
         if resized:
             self._rows = self._frame(self._size.columns, self._size.lines)
         self._send(_BEGIN + _ERASE_BELOW)
-        self._put(text, into)
+        self._put(pieces, into)
         self._send(self._placed() + _END)
 
     def write_line(self, line: str, into: TextIO) -> None:
         """A line that is not part of the text, above the rows; an unfinished line of text goes on below it."""
         self._follow_size()
         self._send(_BEGIN + _ERASE_BELOW + ("\n" if self._columns.in_a_line else ""))
-        self._put(line + "\n", into)
+        self._put([(line + "\n", "")], into)
         self._send((self._placed() if self.shown else "") + _END)
 
     def begin_line(self) -> None:
@@ -145,14 +199,14 @@ class Below:
     def close(self, into: TextIO) -> None:
         """Remove the rows and write what was held back."""
         self.erase()
-        held, self._held = self._held, ""
+        held, self._held = self._held, []
         if held:
             self._put(held, into)
 
-    def _put(self, text: str, into: TextIO) -> None:
-        into.write(text)
+    def _put(self, pieces: list[Piece], into: TextIO) -> None:
+        into.write("".join(styled(text, style) for text, style in pieces))
         into.flush()
-        self._columns.write(text)
+        self._columns.write("".join(text for text, _ in pieces))
 
     def _placed(self) -> str:
         """Make room, then each row over what stands there: nothing is blank in between.
@@ -186,3 +240,15 @@ class Below:
             self._columns.resize(size.columns)
         self._size = size
         return True
+
+
+def _cut(pieces: list[Piece], count: int) -> tuple[list[Piece], list[Piece]]:
+    """The first so many characters, and the others."""
+    first: list[Piece] = []
+    others: list[Piece] = []
+    for text, style in pieces:
+        here = min(len(text), count)
+        count -= here
+        first += [(text[:here], style)] if here else []
+        others += [(text[here:], style)] if here < len(text) else []
+    return first, others

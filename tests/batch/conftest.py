@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +17,16 @@ from transformers import GenerationConfig, LlamaConfig
 from magicpig_cli.batch.check import Checked, check
 from magicpig_cli.batch.reader import JsonlSource
 from magicpig_cli.batch.request import RequestMaker
-from magicpig_cli.config import GenerationOptions
+from magicpig_cli.config import GenerationOptions, Settings
 from magicpig_cli.engine.conversation import ChatCodec
+from magicpig_cli.hardware import Hardware
+from magicpig_cli.model.shape import shape_from_config
+from magicpig_cli.planner import Plan, plan
+from tests.batch.desk import Desk, as_bytes
 from tests.text.vocabularies import CHATML, byte_level
-from tests.tiny import tiny_model
+from tests.tiny import tiny_config, tiny_model
 
-
-def as_bytes(*lines: Any) -> bytes:
-    """JSON values, or bytes as they are, one per line."""
-    return b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+GIB = 1 << 30
 
 
 @pytest.fixture
@@ -37,17 +41,30 @@ def source(tmp_path: Path) -> Callable[..., JsonlSource]:
     return write
 
 
+@pytest.fixture(scope="session")
+def planned() -> Plan:
+    """A plan of the tiny model; tests set its budget, context and chunk."""
+    machine = Hardware(
+        cpu_model="test", isa="portable", tiers=("portable",), cores_physical=2, cores_usable=2, threads=2,
+        numa_nodes=1, memory_total=8 * GIB, memory_free=8 * GIB, memory_limit=None, process_bytes=0,
+    )  # fmt: skip
+    return plan(machine, shape_from_config(tiny_config("llama")), Settings())
+
+
 @pytest.fixture
-def maker(tmp_path: Path) -> Callable[..., RequestMaker]:
-    """`maker(template=…, context=…, …)`: without the special tokens of a template a token is a byte."""
+def maker(tmp_path: Path, planned: Plan) -> Callable[..., RequestMaker]:
+    """`maker(template=…, context=…, chunk=…, …)`: without the special tokens of a template a token is a byte."""
 
     def make(template: str | None = CHATML, **changes: Any) -> RequestMaker:
         tokenizer = byte_level(adds_bos=changes.pop("adds_bos", False))
         tokenizer.chat_template = template
+        context = changes.pop("context", 1000)
+        of_plan = {key: changes.pop(key) for key in ("chunk", "budget_bytes") if key in changes}
         values = {
             "codec": ChatCodec(tokenizer, LlamaConfig(eos_token_id=None), GenerationConfig()),
-            "generation_config": None, "context": 1000, "defaults": GenerationOptions(), "system": None, "raw": False,
-            "directory": tmp_path, "allow_outside_files": False,
+            "generation_config": None, "plan": replace(planned, context=context, **of_plan), "longest": context,
+            "defaults": GenerationOptions(), "system": None, "raw": False, "directory": tmp_path,
+            "allow_outside_files": False, "identity": "a model",
         }  # fmt: skip
         return RequestMaker(**{**values, **changes})
 
@@ -71,3 +88,29 @@ def tiny_directory(tmp_path_factory) -> Path:
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture
+def desks(maker, planned, tmp_path_factory, monkeypatch) -> Callable[[], Desk]:
+    """`desks()`: a directory of its own for runs over a scripted engine. Nothing waits for the disk: no test here
+    could see the difference."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    return lambda: Desk(tmp_path_factory.mktemp("desk"), maker(raw=True), planned, monkeypatch)
+
+
+@pytest.fixture
+def process(tiny_directory, tmp_path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`process(*arguments)`: a real `magicpig batch` of the tiny model, in an empty directory."""
+    started = []
+
+    def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "magicpig_cli", "batch", *arguments, "-m", str(tiny_directory), "-t", "1"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(tmp_path)}
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **streams))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+        one.communicate()

@@ -1,39 +1,23 @@
-"""One reading of all lines: counts, ids, lengths, how many fit together, and progress."""
+"""One reading of all lines: counts, ids, lengths, how many run together, and progress."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from magicpig_cli.batch.check import Checked, Entry, check
 from magicpig_cli.batch.line import _KINDS
-from magicpig_cli.config import Settings
-from magicpig_cli.errors import MemoryBudgetError, UsageError
-from magicpig_cli.hardware import Hardware
-from magicpig_cli.model.shape import shape_from_config
-from magicpig_cli.planner import Plan, plan
+from magicpig_cli.errors import UsageError
 from tests.batch.test_line import EXTREME_VALUES, PLACES
-from tests.tiny import tiny_config
-
-GIB = 1 << 30
-
-
-@pytest.fixture(scope="module")
-def planned() -> Plan:
-    """A plan of the tiny model; tests set its budget."""
-    machine = Hardware(
-        cpu_model="test", isa="portable", tiers=("portable",), cores_physical=2, cores_usable=2, threads=2,
-        numa_nodes=1, memory_total=8 * GIB, memory_free=8 * GIB, memory_limit=None, process_bytes=0,
-    )  # fmt: skip
-    return plan(machine, shape_from_config(tiny_config("llama")), Settings())
 
 
 def lengths(*sequences: int) -> Checked:
     """A check of lines with these prompt lengths, each with room for ten more tokens."""
     checked = Checked(total=len(sequences))
     for place, tokens in enumerate(sequences):
-        checked.add(Entry(place, place + 1, 0, -1, tokens, tokens + 10))
+        checked.add(Entry(place, place + 1, 0, -1, -1, 0, -2, tokens, tokens + 10))
     return checked
 
 
@@ -47,10 +31,22 @@ def test_good_and_bad_lines_and_what_is_told_of_them(source, checked):
     first, second = result.entries()
     assert (first.place, first.number, first.prompt_tokens, first.sequence_tokens) == (0, 1, 3, 7)
     assert (second.place, second.number, second.prompt_tokens, second.sequence_tokens) == (2, 4, 5, 517)
-    assert opened.line_at(second.number, second.offset).fingerprint == second.fingerprint
+    assert json.loads(opened.line_at(second.number, second.offset).data) == {"prompt": "defgh"}
+    assert first.key != second.key
     assert (result.prompt_tokens, result.sequence_tokens) == (8, 524)
     assert (result.models, result.ignored) == ({"other"}, {"extra"})
     assert result.numbers == {"line-1": 1, "line-3": 3, "line-4": 4, "line-5": 5}
+
+
+def test_lines_without_an_id_that_ask_the_same_are_told_apart(source, checked, maker):
+    same = {"prompt": "x"}
+    result = checked(source(same, {"prompt": "x", "seed": 1}, {**same, "id": "a"}, same, {**same, "id": "b"}, same))
+    assert [entry.twin for entry in result.entries()] == [0, 0, 0, 1, 0, 2]
+    assert len({entry.key for entry in result.entries()}) == 6
+    moved = checked(source({"prompt": "first"}, same, same))
+    assert [entry.key for entry in moved.entries()][1:] == [
+        entry.key for entry in result.entries() if entry.number in (1, 4)
+    ]
 
 
 @pytest.mark.parametrize("raw", [True, False])
@@ -109,18 +105,11 @@ def test_histogram_in_powers_of_two():
     assert lengths().histogram() == []
 
 
-def test_batch_size_is_what_fits_even_if_the_longest_meet(planned):
-    checked = lengths(1500, 400, 1500, 400, 700)
-    need = [planned.sequence_bytes(tokens + 10) for tokens in (1500, 1500, 700, 400, 400)]
-    for count in range(1, 5):
-        budget = sum(need[: count + 1]) - 1
-        tight = replace(planned, budget_bytes=budget)
-        assert checked.batch_size(tight, None) == count
-        assert checked.batch_size(tight, count) == count
-        with pytest.raises(MemoryBudgetError) as caught:
-            checked.batch_size(tight, count + 1)
-        assert f"--batch-size {count} " in str(caught.value.hint)
-    assert checked.batch_size(planned, None) == 5
-    assert lengths(*[100] * 50).batch_size(planned, None) == planned.max_batch
-    assert lengths(*[100] * 50).batch_size(planned, 50) == 50
-    assert lengths().batch_size(planned, None) == 1
+@pytest.mark.parametrize(
+    ("lines", "wanted", "size"),
+    [(5, None, 5), (50, None, 8), (50, 50, 50), (50, 3, 3), (2, 64, 2), (0, None, 1), (0, 4, 1)],
+)
+def test_batch_size_is_a_cap(planned, lines, wanted, size):
+    """Memory is asked when a line is admitted: how long the others are does not matter here."""
+    tight = replace(planned, max_batch=8, budget_bytes=planned.sequence_bytes(1500))
+    assert lengths(*[1400] * lines).batch_size(tight, wanted) == size

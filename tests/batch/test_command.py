@@ -6,9 +6,7 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +16,8 @@ import pytest
 import magicpig_cli
 from magicpig_cli.cli import app
 from magicpig_cli.engine.engine import Engine
-from magicpig_cli.events import Finished
-from tests.batch.conftest import as_bytes
+from magicpig_cli.events import Finished, Requeued, WaitingForMemory
+from tests.batch.desk import MANY, as_bytes, wait_for_records
 
 GOOD = {"id": "a", "prompt": "Why?"}
 SUMMARY_KEYS = [
@@ -162,7 +160,12 @@ def test_an_answer_does_not_depend_on_order_neighbours_or_batch_size(batch):
         (["in.jsonl", "--dense-layers", "7"], b"", 2, "layer 7"),
         (["-", "--strict"], as_bytes(GOOD, {"prompt": 1}, b"{"), 1, "2 of 3 lines are bad; line 2: prompt"),
         ([], b"", 2, "INPUT.jsonl"),
-        (["in.jsonl", "--resume"], b"", 2, "--resume"),
+        (["in.jsonl", "--resume", "--overwrite"], b"", 2, "--resume keeps the output and --overwrite replaces it"),
+        (["in.jsonl", "--retry-errors"], b"", 2, "--retry-errors"),
+        (["in.jsonl", "--force"], b"", 2, "--force"),
+        (["in.jsonl", "--resume", "-o", "-"], b"", 2, "--resume needs a file"),
+        (["-", "--resume"], b"", 2, "--resume needs a file"),
+        (["in.jsonl", "--resume", "-o", "old.jsonl"], b"", 2, "old.meta.json must say with what"),
     ],
 )
 def test_refused_before_weights_are_read(batch, no_weights, arguments, stdin, code, says):
@@ -209,6 +212,10 @@ def test_dry_run(batch, no_weights):
     assert "2 lines: 2 good, 0 bad" in done.out
     assert "memory: " in done.out
     assert "batch size 2" in done.out
+    assert "no shared prefixes" in done.out
+    assert "memory has room for " in done.out
+    assert "duration: about " in done.out
+    assert "every answer at its longest" in done.out
     assert [line.split()[:3] for line in done.out.splitlines() if line.lstrip().startswith("≤")] == [
         ["≤", "64", "1"], ["≤", "128", "0"], ["≤", "256", "0"], ["≤", "512", "1"],
     ]  # fmt: skip
@@ -218,6 +225,32 @@ def test_dry_run(batch, no_weights):
     assert report["sequence_tokens"] == 4 + 6 + 300 + 10  # the model's own answer length where the line has none
     assert report["histogram"][0] == {"up_to": 64, "lines": 1}
     assert len(report["plan"]) >= 4
+    assert (report["shared_prefixes"], report["saved_prompt_tokens"]) == (0, 0)
+    assert report["fits"]["longest"]["tokens"] == 310
+    assert report["predicted"]["total_s"] == report["predicted"]["prefill_s"] + report["predicted"]["decode_s"] > 0
+
+
+def test_dry_run_of_lines_that_share(batch, no_weights):
+    Path("d.txt").write_text("All about ferries. " * 100)
+    write("in.jsonl", *({"prompt": f"Question {n}?", "file": "d.txt"} for n in range(3)))
+    report = json.loads(batch("in.jsonl", "--dry-run", "--json").out)
+    assert report["shared_prefixes"] == 1
+    apart = json.loads(batch("in.jsonl", "--dry-run", "--json", "--no-prefix-sharing").out)
+    assert (apart["shared_prefixes"], apart["saved_prompt_tokens"]) == (0, 0)
+    assert apart["prompt_tokens"] == report["prompt_tokens"]
+    assert apart["predicted"]["prefill_s"] > 1.5 * report["predicted"]["prefill_s"]
+    assert "read by itself, as asked" in batch("in.jsonl", "--dry-run", "--no-prefix-sharing").out
+    page = batch("in.jsonl", "--dry-run").out
+    assert f"1 shared prefix: {report['saved_prompt_tokens']:,} prompt tokens need not be read again" in page
+
+
+def test_a_batch_size_of_no_use_is_said(batch, no_weights):
+    write("in.jsonl", GOOD, {"prompt": "x"})
+    assert (
+        "--batch-size 64 is more than the 2 lines to answer" in batch("in.jsonl", "--dry-run", "--batch-size", "64").err
+    )
+    assert "--batch-size" not in batch("in.jsonl", "--dry-run", "--batch-size", "2").err
+    assert batch("in.jsonl", "--dry-run", "--batch-size", "64", "-q").err == ""
 
 
 def test_dry_run_of_bad_lines(batch, no_weights):
@@ -259,8 +292,8 @@ def test_a_model_that_breaks_says_how_far_it_came(batch, monkeypatch):
     write("in.jsonl", GOOD, {"id": "b", "prompt": "x", "max_tokens": 2}, {"prompt": 1})
     generate = Engine.generate
 
-    def breaks(engine, requests, batch_size):
-        for event in generate(engine, requests, batch_size):
+    def breaks(engine, requests, batch_size, max_delay_s):
+        for event in generate(engine, requests, batch_size, max_delay_s):
             yield event
             if isinstance(event, Finished):
                 raise RuntimeError("the device is gone [/x]")
@@ -283,57 +316,14 @@ def test_interrupted_while_loading_writes_nothing(batch, monkeypatch):
     monkeypatch.setattr(Engine, "load", interrupted)
     done = batch("in.jsonl")
     assert done.code == 130
-    assert "interrupted: 0 of 2 lines are done\n" in done.err
+    assert "interrupted: 0 of 2 lines are done\nto go on: " in done.err
+    assert done.err.rstrip().endswith(" --resume")
     assert names() == {"in.jsonl"}
-
-
-@pytest.fixture
-def process(tiny_directory, tmp_path):
-    """`process(*arguments)`: a real one, in an empty directory."""
-    started = []
-
-    def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "magicpig_cli", "batch", *arguments, "-m", str(tiny_directory), "-t", "1"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(tmp_path)}
-        started.append(subprocess.Popen(
-            command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            **options,
-        ))  # fmt: skip
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.kill()
-        one.communicate()
-
-
-def wait_for_records(path: Path, count: int, running: subprocess.Popen[str]) -> None:
-    while not path.exists() or path.read_bytes().count(b"\n") < count:
-        assert running.poll() is None, running.communicate()
-        time.sleep(0.01)
-
-
-MANY = [{"id": str(n), "prompt": f"Question {n}", "max_tokens": 100} for n in range(2000)]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_after_whole_records(process, tmp_path, number):
-    (tmp_path / "in.jsonl").write_bytes(as_bytes({"prompt": 1}, *MANY))
-    running = process("in.jsonl", "--batch-size", "2", "--json")
-    answers = tmp_path / "in.out.jsonl"
-    wait_for_records(answers, 3, running)
-    running.send_signal(number)
-    out, err = running.communicate(timeout=60)
-    assert running.returncode == 130
-    done = len(records(answers))
-    assert answers.read_bytes().endswith(b"\n")
-    assert 3 <= done < 2000
-    assert f"interrupted: {done + 1} of 2,001 lines are done" in err
-    assert "Traceback" not in err
-    assert "\x1b" not in out + err
-    assert json.loads(out)["ok"] == done
-    assert json.loads((tmp_path / "in.out.meta.json").read_text())["state"] == "interrupted"
-    assert not (tmp_path / "in.out.lock").exists()
+    write("in.out.jsonl", "precious")
+    done = batch("in.jsonl", "--overwrite")
+    assert "--overwrite" in done.err  # nothing is replaced yet
+    assert "--resume" not in done.err
+    assert Path("in.out.jsonl").read_bytes() == as_bytes("precious")
 
 
 def test_killed_and_a_second_writer(process, tmp_path):
@@ -368,18 +358,20 @@ def test_a_reader_that_has_seen_enough(process, tmp_path):
     assert running.wait(timeout=60) == 1
 
 
-def test_a_second_signal_does_not_wait():
-    """While answers are written the first signal only asks; any other raises at once."""
-    from magicpig_cli.cli.batch import _Signals
+def test_what_memory_does_is_said_once(batch, monkeypatch):
+    write("in.jsonl", GOOD, {"id": "b", "prompt": "x", "max_tokens": 2})
+    generate, delays = Engine.generate, []
 
-    before = signal.getsignal(signal.SIGTERM)
-    with _Signals() as signals:
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert not signals.asked
-        with signals.gently():
-            os.kill(os.getpid(), signal.SIGINT)
-            assert signals.asked
-            with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is before
+    def short(engine, requests, batch_size, max_delay_s):
+        delays.append(max_delay_s)
+        yield Requeued("0", 3)
+        yield WaitingForMemory("0", 3 << 30, 1 << 30)
+        yield WaitingForMemory("0", 3 << 30, 1 << 30)
+        yield from generate(engine, requests, batch_size, max_delay_s)
+
+    monkeypatch.setattr(Engine, "generate", short)
+    done = batch("in.jsonl", "--max-delay", "0.25")
+    assert done.code == 0
+    assert delays == [0.25]
+    assert done.err.count("warning: memory ran out: going on with 3 sequences together") == 1
+    assert done.err.count("waiting for memory: the next line needs 3.0 GiB, and other programs leave 1.0 GiB") == 1

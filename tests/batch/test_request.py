@@ -11,6 +11,8 @@ from transformers import GenerationConfig
 from magicpig_cli.batch.line import BadLine, Line, parse_line
 from magicpig_cli.batch.reader import RawLine
 from magicpig_cli.config import GenerationOptions
+from magicpig_cli.planner.memory import sequence_parts, written_out
+from magicpig_cli.units import format_bytes
 from tests.text.vocabularies import STRICT
 
 
@@ -22,12 +24,13 @@ def line(content: dict, number: int = 1) -> Line:
 
 def text(maker, content: dict) -> str:
     """The prompt as text, special tokens left out."""
-    return maker.codec.decode(maker.prompt_ids(line(content)))
+    return maker.codec.decode(maker.read(line(content)).ids)
 
 
 def refusal(maker, content: dict) -> BadLine:
+    asked = line(content)
     with pytest.raises(BadLine) as caught:
-        maker.prompt_ids(line(content))
+        maker.sequence_tokens(asked, len(maker.read(asked).ids))
     return caught.value
 
 
@@ -44,7 +47,7 @@ def test_prompts_go_through_the_template_unless_raw(maker):
 def test_exactly_one_opening_token_either_way(maker):
     for raw in (False, True):
         chosen = maker(raw=raw, adds_bos=True)
-        ids = chosen.prompt_ids(line({"prompt": "Why?"}))
+        ids = chosen.read(line({"prompt": "Why?"})).ids
         bos = chosen.codec.encode_raw("x")[0]
         assert ids.count(bos) == 1
         assert ids[0] == bos
@@ -107,34 +110,80 @@ def test_documents_that_cannot_be_read_fail_their_line(maker, tmp_path, path):
 def test_parameters_of_the_line_come_before_the_command_lines(maker):
     defaults = GenerationOptions(max_tokens=5, temperature=0.5, stop=("a",), top_k=7)
     chosen = maker(defaults=defaults)
-    options = chosen.options(line({"prompt": "x", "temperature": 0, "stop": ["b", "c"]}))
+    asked = line({"prompt": "x", "temperature": 0, "stop": ["b", "c"]})
+    options = chosen.options(asked, chosen.read(asked), 0)
     assert (options.max_tokens, options.temperature, options.stop, options.top_k) == (5, 0, ("b", "c"), 7)
 
 
-def test_seeds_depend_on_the_line_alone_and_on_the_seed_option(maker):
-    def seed(base: int | None, **content) -> int:
-        found = maker(defaults=GenerationOptions(seed=base)).options(line({"prompt": "x", **content}, number=3)).seed
-        assert found is not None
-        return found
+def seed(maker, base: int | None, number: int = 3, twin: int = 0, **content) -> int:
+    chosen, asked = maker(defaults=GenerationOptions(seed=base)), line({"prompt": "x", **content}, number)
+    found = chosen.options(asked, chosen.read(asked), twin).seed
+    assert found is not None
+    return found
 
-    assert seed(None, id="a") == seed(0, id="a") == seed(None, custom_id="a", prompt="other")
-    assert seed(None, id="a") != seed(None, id="b")
-    assert seed(None) == seed(None, id="line-3")
-    assert seed(None, seed=7) == 7  # as `chat --seed 7`
-    assert seed(None, seed=7, id="a") == seed(None, seed=7, id="b")
-    assert len({seed(base, id="a") for base in range(50)}) == 50
-    assert len({seed(base, seed=7) for base in range(50)}) == 50
-    assert 0 <= seed(5, seed=2**64 - 1) < 2**64
-    assert seed(None, id="a") == 3391310933  # the same in every version
+
+def test_seeds_depend_on_the_line_alone_and_on_the_seed_option(maker):
+    assert seed(maker, None, id="a") == seed(maker, 0, id="a") == seed(maker, None, custom_id="a", prompt="other")
+    assert seed(maker, None, id="a") != seed(maker, None, id="b")
+    assert seed(maker, None, seed=7) == 7  # as `chat --seed 7`
+    assert seed(maker, None, seed=7, id="a") == seed(maker, None, seed=7, id="b")
+    assert len({seed(maker, base, id="a") for base in range(50)}) == 50
+    assert len({seed(maker, base, seed=7) for base in range(50)}) == 50
+    assert 0 <= seed(maker, 5, seed=2**64 - 1) < 2**64
+    assert seed(maker, None, id="a") == 3391310933  # the same in every version
+
+
+def test_seeds_of_lines_without_an_id_depend_on_what_they_ask(maker):
+    assert seed(maker, None, number=3) == seed(maker, None, number=9) != seed(maker, None, id="line-3")
+    assert len({seed(maker, None, twin=twin) for twin in range(50)}) == 50
+    assert len({seed(maker, None, prompt=f"{n}") for n in range(50)}) == 50
+
+
+def key(maker, content: dict, number: int = 1, twin: int = 0, **changes) -> bytes:
+    chosen, asked = maker(**changes), line(content, number)
+    return chosen.key(asked, chosen.read(asked), twin)
+
+
+def test_a_key_does_not_see_where_and_how_a_line_is_written(maker):
+    asked = {"prompt": "Why?", "max_tokens": 5}
+    same = [
+        {"max_tokens": 5, "prompt": "Why?"}, {"messages": [USER], "max_tokens": 5}, {**asked, "model": "other"},
+        {"body": {"messages": [USER], "max_completion_tokens": 5}, "method": "POST", "url": "/v1/chat/completions"},
+    ]  # fmt: skip
+    assert {key(maker, content, number) for number, content in enumerate(same)} == {key(maker, asked)}
+    assert len(key(maker, asked)) == 16
+
+
+def test_a_key_changes_with_everything_that_decides_the_answer(maker, tmp_path):
+    asked = {"id": "a", "prompt": "Why?"}
+    (tmp_path / "d.txt").write_text("one")
+    (tmp_path / "e.txt").write_text("one")
+    keys = [key(maker, {**asked, **change}) for change in (
+        {}, {"id": "b"}, {"prompt": "Why"}, {"file": "d.txt"}, {"system": "s"}, {"max_tokens": 5},
+        {"temperature": 0.25}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}, {"repetition_penalty": 1.5},
+        {"stop": "x"}, {"seed": 5},
+    )]  # fmt: skip
+    keys += [key(maker, asked, **change) for change in (
+        {"raw": True}, {"system": "s2"}, {"identity": "another model"}, {"context": 100},
+        {"defaults": GenerationOptions(seed=1)},
+        {"defaults": GenerationOptions(temperature=0.125)},
+        {"generation_config": GenerationConfig(do_sample=True, top_k=7)},
+    )]  # fmt: skip
+    keys += [key(maker, {"prompt": "Why?"}), key(maker, {"prompt": "Why?"}, twin=1)]
+    assert key(maker, {**asked, "file": "d.txt"}) == key(maker, {**asked, "file": "e.txt"})  # the text alone counts
+    (tmp_path / "d.txt").write_text("two")
+    keys.append(key(maker, {**asked, "file": "d.txt"}))
+    assert len(set(keys)) == len(keys), [keys.index(one) for one in keys]
+    assert key(maker, asked, system="s") == key(maker, {**asked, "system": "s"})
 
 
 def test_lengths_against_the_context_with_both_numbers(maker):
     chosen = maker(raw=True, context=100)
-    assert len(chosen.prompt_ids(line({"prompt": "x" * 99}))) == 99
+    assert len(chosen.read(line({"prompt": "x" * 99})).ids) == 99
     refused = refusal(chosen, {"prompt": "x" * 100})
     assert refused.code == "context_length_exceeded"
     assert "100 prompt tokens do not fit the context of 100 tokens" in refused.message
-    assert len(chosen.prompt_ids(line({"prompt": "x" * 60, "max_tokens": 40}))) == 60
+    assert len(chosen.read(line({"prompt": "x" * 60, "max_tokens": 40})).ids) == 60
     assert "60 prompt tokens + 41 answer tokens" in refusal(chosen, {"prompt": "x" * 60, "max_tokens": 41}).message
     asked = maker(raw=True, context=100, defaults=GenerationOptions(max_tokens=41))
     assert "41 answer tokens" in refusal(asked, {"prompt": "x" * 60}).message
@@ -162,3 +211,27 @@ def test_what_the_template_or_codec_refuses_fails_its_line(maker):
     assert "robot" in refusal(maker(), {"messages": [{**USER, "role": "robot"}]}).message
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     assert "image_url" in refusal(maker(), {"messages": [image]}).message
+
+
+def test_lines_that_memory_has_no_room_for_say_the_sum(maker, planned):
+    """Within what the model can: too long for a context that memory has cut down, or for the budget by itself."""
+    cut = maker(raw=True, context=100, longest=1000)
+    refused = refusal(cut, {"prompt": "x" * 150})
+    assert refused.code == "insufficient_memory"
+    needed = f"a sequence of 151 tokens takes {written_out(sequence_parts(cut.plan, 151))}"
+    assert refused.message.startswith(needed)
+    assert f"but {format_bytes(cut.plan.budget_bytes)} of memory are free" in refused.message
+    assert "keys and values + " in refused.message
+    assert " = " in refused.message
+    assert refusal(cut, {"prompt": "x", "max_tokens": 200}).code == "insufficient_memory"
+    beyond = refusal(cut, {"prompt": "x" * 1000})
+    assert beyond.code == "context_length_exceeded"
+    assert "1,000 prompt tokens do not fit the context of 1,000 tokens" in beyond.message
+
+    asked = line({"prompt": "x", "max_tokens": 100})
+    enough = planned.sequence_bytes(700)
+    assert maker(budget_bytes=enough).sequence_tokens(asked, 600) == 700
+    with pytest.raises(BadLine) as caught:
+        maker(budget_bytes=enough - 1).sequence_tokens(asked, 600)
+    assert caught.value.code == "insufficient_memory"
+    assert format_bytes(enough) in caught.value.message

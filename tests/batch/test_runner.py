@@ -105,13 +105,15 @@ def test_answer_record_has_the_documented_form(run):
     assert body["created"] > 1.7e9
     message = {"role": "assistant", "content": "98 99 0"}
     assert body["choices"] == [{"index": 0, "message": message, "finish_reason": "length"}]
-    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert body["usage"] == {
+        "prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
     assert body["magicpig"] == {"ttft_ms": 125.0, "tpot_ms": 10.0, "sampled_ratio": 0.25, "seed": 7}
 
 
 def test_one_token_answers_have_no_time_per_token():
     finished = Finished("0", "stop", (5,), "x", "", 2, 0, Timing(0.1, 0.1, ()), sampled=0, offloaded=0, seed=1)
-    body = answer_record("a", "fake", finished)["response"]["body"]
+    body = answer_record("a", b"k" * 16, "fake", finished)["response"]["body"]
     assert body["magicpig"]["tpot_ms"] is None
     assert body["magicpig"]["sampled_ratio"] is None  # exact attention
     assert body["choices"][0]["finish_reason"] == "stop"

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,38 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, room):
     assert [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()] == [{"n": 1}, {"n": 2}]
 
 
+def test_an_interrupted_write_leaves_whole_lines(tmp_path):
+    class Interrupted(Raw):
+        def write(self, data) -> int:
+            io.FileIO.write(self, bytes(data)[:5])
+            raise KeyboardInterrupt
+
+    file = RecordFile(Interrupted(tmp_path / "o.jsonl"), "o.jsonl", on_disk=True)
+    with pytest.raises(KeyboardInterrupt):
+        file.write({"n": 1})
+    assert (tmp_path / "o.jsonl").read_bytes() == b""
+
+
+def test_what_is_gone_on_with_stays(tmp_path):
+    paths = OutputPaths.beside(tmp_path / "o.jsonl")
+    for n in range(2):
+        with Output.to_files(paths, "append") as output:
+            output.answer({"n": n})
+            output.error({"e": n})
+    assert paths.answers.read_text() == '{"n": 0}\n{"n": 1}\n'
+    assert paths.errors.read_text() == '{"e": 0}\n{"e": 1}\n'
+
+
+def test_what_a_killed_process_has_begun_is_removed_and_nothing_else(tmp_path):
+    paths = OutputPaths.beside(tmp_path / "o.jsonl")
+    for path in (paths.answers, paths.errors, paths.manifest):
+        (tmp_path / paths.temporary(path)).write_text("half")
+    (tmp_path / ".other.jsonl.new").write_text("")
+    paths.answers.write_text("")
+    paths.remove_unfinished()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.jsonl.new", "o.jsonl"]
+
+
 def test_a_reader_that_is_gone_passes_through(tmp_path):
     read, write = os.pipe()
     os.close(read)
@@ -79,42 +112,102 @@ def test_a_reader_that_is_gone_passes_through(tmp_path):
         RecordFile(pipe, "stdout", on_disk=False).write({})
 
 
-def test_synced_within_five_seconds_of_a_write_and_at_the_end(tmp_path, monkeypatch):
-    now = [100.0]
-    synced = []
-    monkeypatch.setattr(writer.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(writer.os, "fsync", lambda descriptor: synced.append(now[0]))
-    with Output.to_files(OutputPaths.beside(tmp_path / "o.jsonl"), overwrite=False) as output:
-        now[0] = 200.0
-        output.tick()
-        assert synced == []  # nothing was written
+class Stopwatch:
+    """Stands for the module `time`; what is synced is noted with the time."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.synced: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def fsync(self, _descriptor: int) -> None:
+        self.synced.append(self.now)
+
+
+def test_a_record_is_synced_once_it_is_old_enough(tmp_path, monkeypatch):
+    watch = Stopwatch()
+    monkeypatch.setattr(writer, "time", watch)
+    monkeypatch.setattr(writer.os, "fsync", watch.fsync)
+    file = RecordFile(Raw(tmp_path / "o.jsonl"), "o.jsonl", on_disk=True)
+    watch.now = 200.0
+    file.sync(5.0)
+    assert watch.synced == []  # nothing was written
+    file.write({})
+    for watch.now in (201.0, 204.9, 205.0, 206.0):
+        file.sync(5.0)
+    assert watch.synced == [205.0]
+    watch.now = 210.0
+    file.write({})
+    watch.now = 214.0
+    file.write({})  # does not make the older one wait longer
+    watch.now = 215.0
+    file.sync(5.0)
+    assert watch.synced == [205.0, 215.0]
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Records are synced after a twentieth of a second."""
+    monkeypatch.setattr(writer, "SYNC_EVERY_S", 0.05)
+
+
+def until(holds) -> None:
+    while not holds():  # the timeout of all tests is the limit
+        time.sleep(0.005)
+
+
+def test_records_are_synced_while_nothing_else_happens(tmp_path, monkeypatch, impatient):
+    synced: list[int] = []
+    monkeypatch.setattr(writer.os, "fsync", synced.append)
+    paths = OutputPaths.beside(tmp_path / "o.jsonl")
+    with Output.to_files(paths, "new") as output:
+        synced.clear()  # the directory, which has a new file
         output.answer({})
-        for now[0] in (201.0, 204.9, 205.0, 206.0):
-            output.tick()
-        assert synced == [205.0]
-        now[0] = 210.0
+        until(lambda: synced)
+        synced.clear()
+        output.answer({})
+        until(lambda: synced)
+
+
+def test_records_are_synced_at_the_end(tmp_path, monkeypatch):
+    synced: list[int] = []
+    monkeypatch.setattr(writer.os, "fsync", synced.append)
+    with Output.to_files(OutputPaths.beside(tmp_path / "o.jsonl"), "new") as output:
         output.answer({})
         output.error({})
-        now[0] = 214.0
-        output.answer({})  # does not make the older ones wait longer
-        now[0] = 215.0
-        output.tick()
-        assert synced == [205.0, 215.0, 215.0]
-        output.answer({})
-    assert synced == [205.0, 215.0, 215.0, 215.0]
+        synced.clear()
+    assert len(synced) == 2
+
+
+def test_a_disk_that_fails_later_is_told_with_the_next_record(tmp_path, monkeypatch, impatient):
+    paths = OutputPaths.beside(tmp_path / "o.jsonl")
+
+    def broken(_descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Output.to_files(paths, "new") as output:
+        monkeypatch.setattr(writer.os, "fsync", broken)
+        output.answer({"n": 1})
+        until(lambda: output._problem is not None)
+        with pytest.raises(MagicpigError, match=r"o\.jsonl: Input/output"):
+            output.answer({"n": 2})
+        output._problem = None
+    assert paths.answers.read_text() == '{"n": 1}\n'
 
 
 def test_failures_have_a_file_of_their_own_if_there_are_any(tmp_path):
     paths = OutputPaths.beside(tmp_path / "o.jsonl")
-    with Output.to_files(paths, overwrite=False) as output:
+    with Output.to_files(paths, "new") as output:
         output.answer({"n": 1})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["o.jsonl"]
-    with Output.to_files(paths, overwrite=True) as output:
+    with Output.to_files(paths, "overwrite") as output:
         output.error({"n": 2})
         output.error({"n": 3})
     assert paths.answers.read_bytes() == b""
     assert paths.errors.read_text() == '{"n": 2}\n{"n": 3}\n'
-    with Output.to_files(paths, overwrite=True):
+    with Output.to_files(paths, "overwrite"):
         pass
     assert not paths.errors.exists()
 
@@ -124,7 +217,6 @@ def test_a_stream_takes_both_and_stays_open():
     with Output.to_stream(stream) as output:
         output.error({"n": 1})
         output.answer({"n": 2})
-        output.tick()
     assert stream.getvalue() == b'{"n": 1}\n{"n": 2}\n'
 
 
@@ -139,7 +231,7 @@ def test_what_is_there_is_not_written_over(tmp_path):
     paths.refuse_existing()
     paths.answers.write_text("precious")  # appeared in the meantime
     with pytest.raises(UsageError, match="exists"):
-        Output.to_files(paths, overwrite=False)
+        Output.to_files(paths, "new")
     assert paths.answers.read_text() == "precious"
 
 
@@ -154,17 +246,9 @@ def test_an_input_is_never_an_output(tmp_path):
             OutputPaths.beside(tmp_path / name).refuse_input(source)
 
 
-def test_manifest_is_replaced_in_one_step(tmp_path, monkeypatch):
-    path = tmp_path / "o.meta.json"
-    write_manifest(path, {"state": "running"})
-    monkeypatch.setattr(writer.os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.EIO, "bad disk")))
-    with pytest.raises(MagicpigError, match="bad disk"):
-        write_manifest(path, {"state": "finished"})
-    assert json.loads(path.read_text()) == {"state": "running"}
-
-
 HOLDER = """
 import sys
+import time
 from pathlib import Path
 from magicpig_cli.batch.lock import locked
 with locked(Path(sys.argv[1])):
@@ -213,15 +297,15 @@ def test_no_place_for_a_lock(tmp_path):
 
 
 def test_a_manifest_that_cannot_be_written_leaves_the_old_one_and_no_rest(tmp_path, monkeypatch):
-    path = tmp_path / "o.meta.json"
-    write_manifest(path, {"state": "running"})
+    paths = OutputPaths.beside(tmp_path / "o.jsonl")
+    write_manifest(paths, {"state": "running"})
 
     def full(_descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(MagicpigError, match=r"o\.meta\.json: No space left on device") as raised:
-        write_manifest(path, {"state": "finished"})
+        write_manifest(paths, {"state": "finished"})
     assert "free some space" in raised.value.hint
-    assert json.loads(path.read_text()) == {"state": "running"}
+    assert json.loads(paths.manifest.read_text()) == {"state": "running"}
     assert [file.name for file in tmp_path.iterdir()] == ["o.meta.json"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from itertools import pairwise
 
 import numpy as np
@@ -86,6 +87,17 @@ class Growing:
         self.index = make_index(self.store, sizes)
         self.codes = codes_of(everything, self.index)
 
+    def fork(self, seed: int) -> Growing:
+        """Of store and index; further rows are others."""
+        fork = copy(self)
+        fork.source = torch.cat([self.source[:, : self.store.length], store_of(2000, seed).read(0, 2000)], dim=1)
+        fork.store = self.store.fork()
+        fork.index = self.index.fork(fork.store)
+        everything = store_of(0)
+        everything.append(fork.source)
+        fork.codes = codes_of(everything, fork.index)
+        return fork
+
     def append(self, count: int) -> None:
         self.store.append(self.source[:, self.store.length : self.store.length + count])
 
@@ -132,6 +144,58 @@ def test_grown_and_cut_equals_hashing_everything_again(first, changes, sizes):
         growing.change(kind, amount)
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 300), CHANGES, CHANGES, CHANGES, SIZES)
+def test_forks_grow_and_are_cut_without_the_other_noticing(first, before, left, right, sizes):
+    growing = Growing(first, sizes)
+    for kind, amount in before:
+        growing.change(kind, amount)
+    fork = growing.fork(seed=1)
+    assert np.array_equal(codes_in(fork.index), codes_in(growing.index))
+    assert (fork.index.built, fork.index.nbytes) == (growing.index.built, growing.index.nbytes)
+    assert all(mine is yours for mine, yours in zip(fork.index.segments, growing.index.segments, strict=True))
+    for changes, one, other in ((left, fork, growing), (right, growing, fork)):
+        for kind, amount in changes:
+            one.change(kind, amount)
+            other.check()
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 300), st.lists(st.integers(1, 150), max_size=3), st.integers(1, 250), SIZES)
+def test_a_fork_of_what_was_read_takes_the_steps_of_an_index_of_its_own(first, turns, steps, sizes):
+    """Whenever it is made: the same rows are hashed and the same segments are ready after the same steps."""
+    growing, alone = Growing(first, sizes), Growing(first, sizes)
+    for turn in turns:
+        growing.change("prefill", turn)
+        alone.change("prefill", turn)
+    early = growing.fork(seed=0)
+    late = early.fork(seed=0)
+    early.source = late.source = alone.source
+    growing.change("decode", 100)  # what the parent does then is its own
+    for _ in range(steps):
+        for one in (early, late, alone):
+            one.append(1)
+            one.index.step()
+        for fork in (early, late):
+            assert fork.index._now.tail_at == alone.index._now.tail_at
+            assert [segment.n for segment in fork.index.segments] == [segment.n for segment in alone.index.segments]
+            assert np.array_equal(codes_in(fork.index), codes_in(alone.index))
+
+
+def test_a_fork_begins_a_segment_in_the_making_anew():
+    growing = Growing(10, IndexSizes(tail=32, room=64, joined=128, segment=200, touch_steps=2, sorted=4))
+    growing.change("decode", 26)
+    growing.change("idle", 3)
+    assert growing.index._joining is not None
+    fork = growing.fork(seed=1)
+    growing.change("idle", 60)
+    assert [segment.n for segment in growing.index.segments] == [36]
+    assert fork.index.segments == ()
+    fork.check()
+    fork.change("idle", 63)
+    assert [segment.n for segment in fork.index.segments] == [36]
+
+
 def test_a_segment_is_made_over_many_steps_and_changes_nothing_until_it_is_ready():
     growing = Growing(10, IndexSizes(tail=32, room=64, joined=128, segment=200, touch_steps=2, sorted=4))
     seen = []
@@ -147,6 +211,8 @@ def test_a_segment_is_made_over_many_steps_and_changes_nothing_until_it_is_ready
 def test_a_cut_drops_what_is_in_the_making():
     growing = Growing(10, IndexSizes(tail=32, room=64, joined=128, segment=200, touch_steps=2, sorted=4))
     growing.change("decode", 26)
+    growing.change("idle", 3)
+    assert growing.index._joining is not None
     growing.change("cut", 2)  # within the rows of the segment in the making
     assert growing.index.segments == ()
     growing.change("decode", 60)
@@ -156,6 +222,8 @@ def test_a_cut_drops_what_is_in_the_making():
 def test_a_prefill_finishes_what_is_in_the_making():
     growing = Growing(10, IndexSizes(tail=32, room=64, joined=128, segment=200, touch_steps=2, sorted=4))
     growing.change("decode", 26)
+    growing.change("idle", 3)
+    assert growing.index._joining is not None
     growing.change("prefill", 1)
     assert len(growing.index.segments) == 1
 

@@ -94,7 +94,7 @@ def raising(monkeypatch):
     ],
 )  # fmt: skip
 def test_endings(raising, capsys, monkeypatch, problem, code, printed):
-    monkeypatch.setattr(app, "_silence_stdout", lambda: None)  # pytest's own stdout
+    monkeypatch.setattr(app.console, "silence_stdout", lambda: None)  # pytest's own stdout
     raising(problem)
     assert app.run(["chat"]) == code
     assert capsys.readouterr().err == printed

@@ -70,9 +70,9 @@ def test_a_plain_line_every_ten_seconds(capsys, monkeypatch):
         clock.now += 100
         progress.update(4000, 4000)
     assert capsys.readouterr().err.splitlines() == [
-        "reading [/INST]: 1,000 / 4,000 tok (25%)",
-        "reading [/INST]: 2,000 / 4,000 tok (50%)",
-        "reading [/INST]: 3,000 / 4,000 tok (75%)",
+        "reading [/INST]: 1,000 / 4,000 tok, 100 tok/s (25%, 30.0 s left)",
+        "reading [/INST]: 2,000 / 4,000 tok, 100 tok/s (50%, 20.0 s left)",
+        "reading [/INST]: 3,000 / 4,000 tok, 100 tok/s (75%, 10.0 s left)",
     ]
 
 

@@ -18,7 +18,7 @@ def tiny_engine(tmp_path: Path) -> Callable[..., Engine]:
 
     def load(mode: str = "exact", context: int | None = None, family: str = "llama", **attention) -> Engine:
         tiny_config(family, eos_token_id=None).save_pretrained(tmp_path)
-        options = AttentionOptions(mode=mode, kv_dtype="float32", **attention)
+        options = AttentionOptions(mode=mode, **{"kv_dtype": "float32", **attention})
         model = ModelOptions(str(tmp_path / "config.json"), device="cpu", dtype="float32", load_format="dummy")
         return Engine.load(Settings(model, options, context=context, threads=1))
 

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 
 import numpy as np
+from hypothesis import HealthCheck, settings
 
 from magicpig_cli import kernels
+
+# An emulated CPU takes 20 times as long for an example (scripts/test_neon.sh).
+RELAXED = settings(
+    max_examples=int(os.environ.get("MAGICPIG_TEST_EXAMPLES", "30")), deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)  # fmt: skip
 
 ROW_TYPES = ("float32", "bfloat16", "int8")
 

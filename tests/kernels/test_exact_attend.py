@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from magicpig_cli import kernels
 from magicpig_cli.kernels import reference
-from tests.kernels.data import ROW_TYPES, make_rows, make_table
+from tests.kernels.data import RELAXED, ROW_TYPES, make_rows, make_table
 from tests.tolerances import attention_bounds, logit_bound
-
-RELAXED = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def queries(B: int, H: int, D: int, seed: int = 9) -> np.ndarray:

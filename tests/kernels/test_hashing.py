@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from magicpig_cli import kernels
 from magicpig_cli.kernels import isa as tiers
-from tests.kernels.data import ROW_TYPES, make_projection, make_rows, make_table
+from tests.kernels.data import RELAXED, ROW_TYPES, make_projection, make_rows, make_table
 from tests.tolerances import DOT, U
 
-RELAXED = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 WIDTHS = [1, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 80, 96, 127, 128, 129, 256]
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from magicpig_cli import kernels
 from magicpig_cli.kernels import reference
-from tests.kernels.data import ROW_TYPES, log_weights, make_group, make_projection, make_rows, make_table
+from tests.kernels.data import RELAXED, ROW_TYPES, log_weights, make_group, make_projection, make_rows, make_table
 from tests.tolerances import DOT, SUM, U, attention_bounds, dot_bound, logit_bound, weight_bound
-
-RELAXED = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def queries(B: int, H: int, D: int, seed: int = 9) -> np.ndarray:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from magicpig_cli import kernels
-
-RELAXED = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+from tests.kernels.data import RELAXED
 
 
 def random_codes(count: int, K: int, L: int, spread: float, seed: int, heads: int = 2) -> np.ndarray:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from magicpig_cli import hardware
 from magicpig_cli.cache.blocks import BlockPool
@@ -15,7 +18,7 @@ from magicpig_cli.cache.index import LshIndex
 from magicpig_cli.cache.store import RowStore
 from magicpig_cli.config import JOINED_ROWS, TAIL_ROWS, AttentionOptions, Settings
 from magicpig_cli.engine.runner import ModelRunner
-from magicpig_cli.kernels import MAX_SEGMENT_ROWS
+from magicpig_cli.kernels import MAX_SEGMENT_ROWS, Segment
 from magicpig_cli.model.shape import ModelShape, shape_from_config
 from magicpig_cli.planner import Plan, most_segments, plan
 from tests.tiny import tiny_model
@@ -145,3 +148,117 @@ def test_a_prompt_read_at_once_has_the_fewest_segments():
     for keys in (65_472, 65_472 + 1088, 200_000 // 64 * 64):
         _, index = next(growth(10, keys, []))
         assert len(index.segments) == -(-keys // MAX_SEGMENT_ROWS)
+
+
+class Grown:
+    """Rows of both layers of LITTLE in a pool, and the index of the one that is sampled; forked and grown like it."""
+
+    def __init__(self, K: int, tokens: int) -> None:
+        self.K = K
+        self.pool = BlockPool(1, 2, "bfloat16", little_plan(K).block_rows)
+        self.stores = [RowStore(self.pool) for _ in range(LITTLE.layers)]
+        self.index: LshIndex | None = None
+        self.tokens = 0
+        self.read(tokens)
+
+    def append(self, tokens: int) -> int:
+        """So many more tokens, and how many of them left the window."""
+        self.tokens += tokens
+        count = little_plan(self.K).offloaded(self.tokens) - self.stores[0].length
+        for store in self.stores:
+            store.append(torch.zeros(1, count, 2, 2, dtype=torch.bfloat16))
+        return count
+
+    def read(self, tokens: int) -> None:
+        self.append(tokens)
+        if self.index is not None and self.index.outgrown:
+            self.index = None
+        if self.index is None and little_plan(self.K).indexed_keys(self.tokens):
+            self.index = LshIndex(EvenCodes(self.K), self.stores[1], threads=1)
+        if self.index is not None:
+            self.index.extend()
+
+    def decode(self, tokens: int) -> Iterator[None]:
+        for _ in range(tokens // 64):
+            if self.append(64) and self.index is None and little_plan(self.K).indexed_keys(self.tokens):
+                self.index = LshIndex(EvenCodes(self.K), self.stores[1], threads=1)
+            for _ in range(64):
+                if self.index is not None:
+                    self.index.step()
+            yield
+
+    def fork(self) -> Grown:
+        fork = copy(self)
+        fork.stores = [store.fork() for store in self.stores]
+        fork.index = None if self.index is None else self.index.fork(fork.stores[1])
+        return fork
+
+    def blocks(self) -> set[int]:
+        """Where they are."""
+        held = [block for store in self.stores for block in store._arrays + ([store._next[0]] if store._next else [])]
+        return {block.ctypes.data for block in held}
+
+    def segments(self) -> dict[int, Segment]:
+        """The one in the making included."""
+        if self.index is None:
+            return {}
+        making = self.index._joining
+        every = [*self.index.segments, *([making._segment] if making else [])]
+        return {id(segment): segment for segment in every}
+
+    def nbytes(self, *, beside: list[Grown], shared: bool) -> int:
+        """Of what others hold too, or of what they do not."""
+        theirs = {place for other in beside for place in other.blocks()}
+        blocks = [place for place in self.blocks() if (place in theirs) == shared]
+        known = {key for other in beside for key in other.segments()}
+        segments = [segment.nbytes for key, segment in self.segments().items() if (key in known) == shared]
+        tail = self.index.tail_bytes if self.index and not shared else 0
+        return len(blocks) * self.pool.block_bytes + sum(segments) + tail
+
+
+LENGTHS = st.one_of(st.integers(1, 3000), st.integers(1000, 40_000), st.integers(60_000, 140_000))
+
+
+@settings(deadline=None, max_examples=60)
+@example(10, 10_000, [], 3000, 0)  # a new mean
+@example(10, 10_000, [2000], 1000, 0)  # a new mean, since it was that of the first prefix
+@example(10, OUTSIDE + 65_472 + 2048, [], 1500, 0)  # the second segment is joined with what is asked
+@example(10, OUTSIDE + 65_472 + 2048, [], 64, 3000)  # and with what is answered
+@given(
+    st.sampled_from([6, 10]),
+    LENGTHS,
+    st.lists(st.one_of(st.integers(1, 2000), LENGTHS), max_size=2),
+    st.one_of(st.integers(1, 3000), LENGTHS),
+    st.one_of(st.just(0), st.integers(64, 6000)),
+)
+def test_a_fork_shares_and_takes_what_is_planned_or_better(K, first, longer, question, answer):
+    chosen = little_plan(K)
+    prefixes = [Grown(K, first)]
+    for more in longer:
+        prefixes.append(prefixes[-1].fork())
+        prefixes[-1].read(more)
+    *parents, prefix = [grown.tokens for grown in prefixes]
+    fork = prefixes[-1].fork()
+    tokens = prefix + question + answer
+    shared = chosen.shared_bytes(prefix, tokens, parents)
+    assert 0 <= shared <= chosen.sequence_bytes(prefix)
+    reserved = chosen.sequence_bytes(tokens) - chosen.window_bytes() - shared
+
+    def check() -> None:
+        assert fork.nbytes(beside=prefixes[-1:], shared=True) >= shared
+        assert fork.nbytes(beside=prefixes, shared=False) <= reserved
+
+    check()
+    fork.read(question)
+    check()
+    for _ in fork.decode(answer):
+        check()
+
+
+def test_most_of_a_long_prefix_is_shared():
+    chosen = little_plan(10)
+    for prefix in (6000, 32_000, 65_472 + 20_000):
+        alone = chosen.kv_bytes(prefix) + chosen.index_bytes(prefix)
+        assert chosen.shared_bytes(prefix, prefix + 500) > 0.65 * alone
+        assert chosen.shared_bytes(prefix, 2 * prefix) < chosen.shared_bytes(prefix, prefix + 500)  # may be built anew
+        assert chosen.shared_bytes(prefix, 2 * prefix) > 0.65 * chosen.kv_bytes(prefix)

@@ -197,6 +197,7 @@ def test_this_machine():
     assert found.buffer_bytes <= CACHE_FACTOR * max(found.cache_bytes, MIN_BUFFER_BYTES)
     for speed in (found.sequential_bytes_s, found.gather_bytes_s, *found.product_bytes_s.values()):
         assert 1e7 < speed < 1e12
+    assert 1e8 < found.prompt_multiply_adds_s < 1e13
     assert 0.05 < found.count_ns < 1000
     assert 0.05 < found.operator_us < 1000
     assert (found.host_to_device_bytes_s, found.device_to_host_bytes_s) == (None, None)

@@ -21,11 +21,21 @@ WAIT_S = 20.0
 _CUT = 16384
 
 
+class _Screen(pyte.HistoryScreen):
+    """Answers programs that ask where the cursor is, as terminals do."""
+
+    answer: Callable[[str], None]
+
+    def write_process_input(self, data: str) -> None:
+        self.answer(data)
+
+
 class Emulator:
     """Shows what is written to `path`. pyte cuts lines when it gets narrower: it does not wrap them anew."""
 
     def __init__(self, columns: int = 80, lines: int = 24) -> None:
-        self.screen = pyte.HistoryScreen(columns, lines, history=10_000, ratio=0.5)
+        self.screen = _Screen(columns, lines, history=10_000, ratio=0.5)
+        self.screen.answer = self.type
         self._stream = pyte.Stream(self.screen)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._lock = threading.Lock()
@@ -98,6 +108,14 @@ class Emulator:
             assert time.monotonic() < until, "it did not come; there is\n" + "\n".join(rows)
             time.sleep(0.01)
         return rows
+
+    def style_of(self, text: str) -> pyte.screens.Char:
+        """How the first character of a text on the screen looks."""
+        with self._lock:
+            for y, row in enumerate(self.screen.display):
+                if text in row:
+                    return self.screen.buffer[y][row.index(text)]
+        raise AssertionError(f"{text!r} is not on the screen")
 
     def close(self) -> None:
         os.close(self.theirs)

@@ -56,6 +56,7 @@ TEXTS = {
     # The emulator draws a wide character into the last column, where terminals wrap it: none begins there.
     "wide": "渡轮早上七点开往岛上，中午返回。" * 12 + "\n" + "ab渡" * 30,
     "tabs": "a\tb\tc\n\t\tindented\n" * 4,
+    "emoji": "ab👍🏽c❤️👨‍👩‍👧🙂" * 11 + "\n" + "🎉xx🇩🇪" * 20 + "\n",
     "accents": "cafe\u0301 und a\u0308hnlich " * 20,
 }
 
@@ -185,3 +186,20 @@ def test_after_a_resize_both_kinds_of_terminals_are_thought_of():
     assert not columns.stays("y")
     columns.write("\n")
     assert columns.after("") == {0}
+
+
+def test_styles_do_not_count_as_columns(terminal):
+    """Also where a character that would fill a row is held back for a while."""
+    with terminal.open() as stdout, terminal.open() as stderr:
+        below = Below(stderr, frame)
+        below.draw()
+        for _ in range(9):
+            below.write_styled([("bold ", "bold"), ("plain ", ""), ("in code", "cyan"), (" ", "")], stdout)
+        terminal.settle()
+        _panel_is_whole(terminal)
+        below.close(stdout)
+        terminal.settle()
+    assert terminal.everything() == shown_without_panel("bold plain in code " * 9)
+    assert terminal.style_of("bold").bold
+    assert not terminal.style_of("plain").bold
+    assert terminal.style_of("in code").fg == "cyan"

@@ -1,0 +1,75 @@
+"""`magicpig chat "question"`: one answer, as part of a session if one is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from magicpig_cli.config import Settings
+from magicpig_cli.engine.conversation import Conversation, document_message
+from magicpig_cli.engine.engine import Engine
+from magicpig_cli.events import Finished
+from magicpig_cli.prompt_cache import PromptCache, document_tokens
+from magicpig_cli.sessions import Sessions
+from magicpig_cli.ui import console
+from magicpig_cli.ui.answer import Interrupts, show_notices, stream_answer
+from magicpig_cli.ui.answer_text import TextLook
+
+
+class OneTurn:
+    """A conversation of which one more turn is held."""
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self.engine, self.settings = engine, settings
+        self.conversation = Conversation(engine.codec, settings.system)
+        self.sequence = engine.new_sequence()
+        self._read_s = 0.0  # what reading the session took
+
+    def open(self, sessions: Sessions, name: str, *, quiet: bool) -> None:
+        """Go on with a session, or begin it. Raises MagicpigError."""
+        loaded = sessions.open(name, self)
+        if loaded is None:
+            return
+        for line in () if quiet else loaded.notices:
+            console.say(line)
+        self.conversation = Conversation(self.engine.codec, loaded.system)
+        self.conversation.messages = list(loaded.messages)
+        self._read_s = loaded.read_s
+        if loaded.generation is not None:
+            self.settings = replace(self.settings, generation=loaded.generation)
+        if loaded.sequence is not None:
+            self.sequence = loaded.sequence
+
+    def answer(
+        self, documents: list[tuple[str, str]], text: str, cache: PromptCache | None, *, show_text: bool, quiet: bool,
+        live: bool, markdown: bool,
+    ) -> Finished:  # fmt: skip
+        """Ask, and stream the answer. `ttft_s` includes reading a session or prompt cache. Raises MagicpigError."""
+        conversation = self.conversation
+        conversation.add_user(document_message(documents, text) if documents else text)
+        ids = conversation.prompt_ids()
+        show_notices(self.engine, quiet=quiet)
+        self.engine.check_fits(len(ids), self.settings.generation.max_tokens)
+        if cache is not None:
+            tokens = document_tokens(self.engine.codec, conversation.messages, documents, text, ids)
+            self.sequence = cache.begin(ids, tokens, self.sequence)
+        request = self.engine.request("chat", ids, self.settings.generation, self.sequence)
+        try:
+            finished = stream_answer(
+                self.engine, request, Interrupts(), show_text=show_text, quiet=quiet, live=live,
+                look=TextLook(markdown, opened=conversation.opened_thinking),
+                observe=None if cache is None else cache.observe,
+            )  # fmt: skip
+            if cache is not None:
+                finished = cache.end(finished)
+        except BaseException:
+            conversation.undo()
+            raise
+        finally:
+            if cache is not None:
+                cache.drop()
+        if finished.token_ids:
+            conversation.add_assistant(finished.text)
+        else:
+            conversation.undo()
+        timing = finished.timing
+        return replace(finished, timing=replace(timing, ttft_s=timing.ttft_s + self._read_s))

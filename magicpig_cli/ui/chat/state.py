@@ -1,0 +1,211 @@
+"""The state of one conversation, and what a turn does to it. Earlier turns stay in the cache: only new text is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Listed
+from dataclasses import dataclass, replace
+
+from magicpig_cli.config import Settings
+from magicpig_cli.engine.conversation import Conversation, common_prefix, document_message
+from magicpig_cli.engine.engine import Engine
+from magicpig_cli.errors import ContextError, MagicpigError
+from magicpig_cli.events import Event, Finished
+from magicpig_cli.prompt_cache import PromptCache, document_tokens
+from magicpig_cli.sessions import Loaded
+from magicpig_cli.ui import console
+from magicpig_cli.ui.answer import Interrupts, show_notices, statistics_line, stream_answer
+from magicpig_cli.ui.answer_text import TextLook
+from magicpig_cli.ui.chat.documents import Waiting
+from magicpig_cli.ui.chat.patience import interruptible
+from magicpig_cli.ui.chat.sessions import Sessions
+from magicpig_cli.ui.chat.totals import Totals
+
+_WARN_AT = (0.9, 0.7)  # of the context
+_MAKES_ROOM = "/undo or /clear makes room; -c gives a larger context"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A message as it was typed, and the documents that went with it."""
+
+    text: str
+    documents: tuple[Waiting, ...] = ()
+
+    @property
+    def message(self) -> str:
+        """What the model is told."""
+        documents = [(document.name, document.text) for document in self.documents]
+        return document_message(documents, self.text) if documents else self.text
+
+
+class Chat:
+    """One conversation: messages, their cache, documents waiting for the next message, settings, statistics.
+
+    `sessions` keeps conversations, or is None.
+    """
+
+    def __init__(
+        self, engine: Engine, settings: Settings, *, quiet: bool = False, live: bool = True, markdown: bool = True,
+        sessions: Sessions | None = None, prompt_cache: PromptCache | None = None,
+    ) -> None:  # fmt: skip
+        self.engine, self.settings, self.quiet, self.live = engine, settings, quiet, live
+        self.look = TextLook(markdown)
+        self.sessions = sessions
+        self._prompt_cache = prompt_cache
+        self.conversation = Conversation(engine.codec, settings.system)
+        self.sequence = engine.new_sequence()
+        self.waiting: list[Waiting] = []
+        self.asked: list[Asked] = []  # one per user message
+        self.interrupts = Interrupts()
+        self.totals = Totals()
+        self._warned = 0.0  # share of the context that was last warned of
+
+    # Turns
+
+    def turn(self, text: str) -> str | None:
+        """Answer one message. Returns the text to edit again if the turn was dropped."""
+        asked = Asked(text, tuple(self.waiting))
+        self.waiting = []
+        self.asked.append(asked)
+        self.conversation.add_user(asked.message)
+        finished: Finished | None = None
+        try:
+            finished = self._answer()
+        finally:
+            if finished is None:
+                self.take_back()
+        if finished is None:
+            return text
+        self._add(finished)
+        return None
+
+    def again(self) -> None:
+        """Answer the last message once more; the earlier answer stays if there is none. Raises MagicpigError."""
+        messages = self.conversation.messages
+        if not self.asked:
+            raise MagicpigError("there is no question to answer again")
+        before = messages.pop() if messages[-1]["role"] == "assistant" else None
+        finished: Finished | None = None
+        try:
+            finished = self._answer()
+        finally:
+            if finished is None and before is not None:
+                messages.append(before)
+                console.say("the earlier answer stays")
+        if finished is not None:
+            self._add(finished)
+
+    def take_back(self) -> Asked | None:
+        """As if the last message had not been sent: its documents wait again. None if there was none."""
+        if not self.asked:
+            return None
+        asked = self.asked.pop()
+        self.conversation.undo()
+        self.waiting = [*asked.documents, *self.waiting]
+        return asked
+
+    def _answer(self) -> Finished | None:
+        """The model's answer to the conversation as it is; None if there is none, which has been said."""
+        try:
+            ids = self._prompt_ids()
+            show_notices(self.engine, quiet=self.quiet)
+            finished = self._cached(ids) if self._prompt_cache and len(self.asked) == 1 else self._stream(ids)
+        except ContextError as error:
+            console.error(ContextError(error.message, hint=_MAKES_ROOM))
+            return None
+        except MagicpigError as error:
+            console.error(error)
+            return None
+        if finished.reason == "interrupted" and not finished.token_ids:
+            console.say("interrupted before there was an answer")
+            return None
+        return finished
+
+    def _stream(self, ids: list[int], *observers: Callable[[Event], None]) -> Finished:
+        request = self.engine.request("chat", ids, self.settings.generation, self.sequence)
+        self.totals.begin()
+
+        def observe(event: Event) -> None:
+            for observer in (self.totals.observe, *observers):
+                observer(event)
+
+        return stream_answer(
+            self.engine, request, self.interrupts, show_text=True, quiet=self.quiet, live=self.live,
+            look=replace(self.look, opened=self.conversation.opened_thinking), observe=observe,
+        )  # fmt: skip
+
+    def _cached(self, ids: list[int]) -> Finished:
+        """The first answer, with documents that the prompt cache has or is to have."""
+        cache, asked = self._prompt_cache, self.asked[0]
+        assert cache is not None
+        documents = [(document.name, document.text) for document in asked.documents]
+        tokens = document_tokens(self.engine.codec, self.conversation.messages, documents, asked.text, ids)
+        self.sequence = cache.begin(ids, tokens, self.sequence)
+        try:
+            return cache.end(self._stream(ids, cache.observe))
+        finally:
+            cache.drop()
+
+    def _add(self, finished: Finished) -> None:
+        self.conversation.add_assistant(finished.text)
+        if not self.quiet:
+            console.say(statistics_line(finished))
+        self._warn_of_context(finished)
+        if self.sessions is not None:
+            self.sessions.after_turn(self)
+
+    def _prompt_ids(self) -> list[int]:
+        """Tokens of the conversation. Ctrl-C meanwhile (a very long document) raises MagicpigError, twice ends all."""
+        try:
+            return interruptible(self.conversation.prompt_ids)
+        except KeyboardInterrupt:
+            if self.interrupts.is_second():
+                raise
+            raise MagicpigError("interrupted before the prompt was read") from None
+
+    # Context
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens in the cache, and of the documents that wait."""
+        return self.sequence.length + sum(document.tokens for document in self.waiting)
+
+    def fit_cache(self) -> None:
+        """After turns were taken back: keep of the cache what still belongs to the conversation."""
+        kept = self._prompt_ids() if self.asked else []
+        self.sequence.truncate(common_prefix(self.sequence.ids, kept))
+        self._warned = min(self._warned, self.sequence.length / self.engine.context)
+
+    def forget(self) -> None:
+        """Start over; system text and settings stay."""
+        self.conversation.clear()
+        self.asked, self.waiting, self._warned = [], [], 0.0
+        self.sequence.truncate(0)
+
+    def replace(self, loaded: Loaded) -> None:
+        """Go on with a conversation that was kept."""
+        self.forget()
+        self.conversation.system = loaded.system
+        self.conversation.clear()
+        self.conversation.messages = list(loaded.messages)
+        self.asked = [Asked(text) for text in _of_user(loaded.messages)]
+        if loaded.generation is not None:
+            self.settings = replace(self.settings, generation=loaded.generation)
+        if loaded.sequence is not None:
+            self.sequence = loaded.sequence
+
+    def _warn_of_context(self, finished: Finished) -> None:
+        """Once at each mark, and when an answer has been cut by it."""
+        total, used = self.engine.context, self.sequence.length
+        share = used / total
+        mark = next((mark for mark in _WARN_AT if share >= mark), 0.0)
+        if finished.reason == "length" and finished.prompt_tokens + len(finished.token_ids) >= total:
+            console.warn(f"the context of {total:,} tokens is full; {_MAKES_ROOM}")
+        elif mark > self._warned:
+            console.warn(f"{used:,} of {total:,} tokens of context are used ({share:.0%}); {_MAKES_ROOM}")
+        self._warned = max(mark, self._warned)
+
+
+def _of_user(messages: Listed[dict[str, str]]) -> list[str]:
+    return [message["content"] for message in messages if message["role"] == "user"]

@@ -1,0 +1,105 @@
+"""`magicpig` with a model that answers what a test says, on a terminal.
+
+All but the choice of tokens is real. A token is a byte, so characters come in pieces. Programs are forked from a server
+that has imported what they need: that takes seconds otherwise, per test.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import sys
+import termios
+import time
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+END = "ÿ"  # the character that stands for the byte that ends an answer
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+_PRELOADED = (
+    "magicpig_cli.engine.engine", "transformers.models.llama.modeling_llama", "magicpig_cli.ui.chat.loop",
+    "tests.conftest",
+    "magicpig_cli.cli.app", "magicpig_cli.ui.live_panel", "magicpig_cli.model.loader",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the model says, one answer after another, and how long each token takes."""
+
+    answers: tuple[str, ...]
+    pause_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Program:
+    """`magicpig ARGUMENTS…` on the terminal at a path."""
+
+    arguments: tuple[str, ...]
+    script: Script
+    terminal: str
+    folder: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    unset: tuple[str, ...] = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
+
+
+def start(program: Program) -> ForkServerProcess:
+    """Start it; the process has `exitcode`, `join` and `kill`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    process = context.Process(target=_run, args=(program,))
+    process.start()
+    return process
+
+
+def _run(program: Program) -> None:
+    """In the new process."""
+    _take_terminal(program.terminal)
+    for name in program.unset:
+        os.environ.pop(name, None)
+    os.environ.update(program.environment)
+    os.chdir(program.folder)
+    from magicpig_cli import speeds
+    from magicpig_cli.cli import app
+    from tests.conftest import STEADY_SPEEDS
+
+    speeds.load_or_measure = lambda *_, **__: STEADY_SPEEDS  # type: ignore[assignment]
+    _install(program.script)
+    sys.argv = ["magicpig", *program.arguments]
+    app.main()
+
+
+def _take_terminal(path: str) -> None:
+    os.setsid()
+    terminal = os.open(path, os.O_RDWR)
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+    for stream in range(3):
+        os.dup2(terminal, stream)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def _install(script: Script) -> None:
+    """Replace the choice of tokens."""
+    from magicpig_cli.engine import sampling, scheduler
+    from magicpig_cli.model.loader import _byte_tokenizer
+
+    tokenizer = _byte_tokenizer()
+    answers = iter([tokenizer(text)["input_ids"] for text in script.answers])
+    end = tokenizer.convert_tokens_to_ids(END)
+
+    class Scripted(sampling.TokenSampler):
+        def __init__(self, *arguments: object, **options: object) -> None:
+            super().__init__(*arguments, **options)  # type: ignore[arg-type]
+            self._ids = [*next(answers, []), end]
+
+        def pick(self, logits: object) -> int:
+            time.sleep(script.pause_s)
+            return self._ids.pop(0)
+
+    scheduler.TokenSampler = Scripted  # type: ignore[misc]
