@@ -8,7 +8,6 @@ depends on how many threads there are.
 
 import numpy as np
 
-from cython.parallel cimport prange, threadid
 from libc.math cimport INFINITY, expf, logf, sqrtf
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free
@@ -33,12 +32,18 @@ cdef extern from "cpu.h" nogil:
     int64_t now_ns()
 
 
+cdef extern from "crew.h" nogil:
+    ctypedef void (*crew_work)(const void* job, int64_t item, int worker) noexcept nogil
+    void crew_run(int threads, double ns, int64_t items, crew_work work, const void* job)
+
+
 cdef extern from "rows.h" nogil:
     enum: VW
     enum: TILE
     enum: MAX_PACKED
     enum: BFLOAT16
     enum: FLOAT32
+    enum: INT8
     ctypedef const char* row_t
     ctypedef struct rows_t:
         const int64_t* blocks
@@ -51,6 +56,7 @@ cdef extern from "rows.h" nogil:
         pass
     row_t row_at(const rows_t* rows, int64_t head, int64_t row)
     void rows_from(const rows_t* rows, int64_t head, int64_t first, int n, row_t* out)
+    int64_t value_bytes(int type)
     int64_t half_bytes(int head_dim, int type)
     int packed_length(int head_dim)
     void pack(const float* x, int head_dim, int type, float* out)
@@ -68,6 +74,20 @@ cdef extern from "rows.h" nogil:
 
 cdef enum:
     ALL_LINES = 1 << 30
+
+
+cdef double NS_PER_BYTE = 0.08  # that one core reads from memory, about
+
+
+cdef extern from "product.h" nogil:
+    enum: PRODUCT_BYTES
+    ctypedef struct product_t:
+        const char* weight
+        const uint16_t* scale
+        int64_t N
+        float* out
+    void product(const product_t* p, int64_t first, int64_t last, int64_t K, int type, const float* x, int64_t packed,
+                 int count, float* out)
 
 
 cdef extern from "logits.h" nogil:
@@ -133,14 +153,9 @@ cdef class Memory:
         free(self.at)
 
 
-cdef int _useful(int threads, double nanoseconds) noexcept:
-    """How many threads are worth waking for so much work; a barrier costs microseconds, and a time slice where the
-    cores are shared. Results never depend on the number of threads, so it may be chosen freely."""
-    return max(1, <int>min(<double>threads, nanoseconds / 10_000))
-
-
 include "attend.pxi"
 include "hash.pxi"
 include "segment.pxi"
 include "lsh.pxi"
+include "product.pxi"
 include "probe.pxi"

@@ -136,7 +136,7 @@ cdef int64_t _cut(const rows_t* rows, int64_t b, int64_t kv_head, int64_t start,
 
 def exact_attend(const float[:, :, ::1] q, runs, float scale, float softcap, int threads):
     """Output float32 [B, H, D], LSE float32 [B, H] and nanoseconds."""
-    cdef int64_t began = now_ns(), count = 0, rows = 0, item, start, stop, i, h, b
+    cdef int64_t began = now_ns(), count = 0, rows = 0, start, stop, i, h, b
     flat = [run for of_sequence in runs for run in of_sequence]
     tables = [run[0] for run in flat]
     cdef Shape shape = _shape(q, tables, scale, softcap)
@@ -155,18 +155,32 @@ def exact_attend(const float[:, :, ::1] q, runs, float scale, float softcap, int
                 count += _cut(sources.of(i + <int64_t>j), b, h, start, stop, NULL, view.pieces + count)
         i += len(of_sequence)
     view.first[shape.B * shape.Hkv] = count
-    threads = _useful(threads, <double>rows * shape.H * (5 + shape.D * 0.05))
-    for item in prange(count, nogil=True, schedule="dynamic", num_threads=threads):
-        _attend_run(&view.pieces[item], &shape, <const float*>queries.at, view.out + item * shape.G * shape.packed,
-                    view.top + item * shape.G, view.total + item * shape.G)
+    cdef double ns = <double>rows * shape.H * (5 + shape.D * 0.05)
+    cdef ExactJob job = ExactJob(&shape, <const float*>queries.at, view)
+    with nogil:
+        crew_run(threads, ns, count, _exact_item, &job)
     out, lse, _ = _merge(view, &shape, count, threads)
     return out, lse, now_ns() - began
 
 
-cdef void _attend_run(const Piece* piece, const Shape* shape, const float* queries, float* out, float* top,
-                      float* total) noexcept nogil:
-    """All rows of the piece, tile by tile, up to four query heads at a time: a row is decoded once for them."""
+cdef struct ExactJob:
+    const Shape* shape
+    const float* queries  # of _packed_queries
+    const Partial* view
+
+
+cdef void _exact_item(const void* work, int64_t item, int worker) noexcept nogil:
+    cdef const ExactJob* job = <const ExactJob*>work
+    _attend_run(item, job.shape, job.queries, job.view)
+
+
+cdef void _attend_run(int64_t item, const Shape* shape, const float* queries, const Partial* view) noexcept nogil:
+    """All rows of a piece, tile by tile, up to four query heads at a time: a row is decoded once for them."""
+    cdef const Piece* piece = view.pieces + item
     cdef const rows_t* rows = piece.rows
+    cdef float* out = view.out + item * shape.G * shape.packed
+    cdef float* top = view.top + item * shape.G
+    cdef float* total = view.total + item * shape.G
     cdef const float* q = _queries_of(queries, piece, shape)
     cdef row_t tile[2][TILE]
     cdef float weights[4 * TILE]
@@ -207,21 +221,35 @@ cdef inline void _accumulate(float* dots, int heads, const float* extra, const r
 
 cdef tuple _merge(const Partial* view, const Shape* shape, int64_t pieces, int threads):
     """Output float32 [B, H, D], LSE float32 [B, H], sampled int64 [B, H]."""
-    cdef int64_t item, heads = shape.B * shape.H
+    cdef int64_t heads = shape.B * shape.H
     all_out = np.zeros((shape.B, shape.H, shape.D), dtype=np.float32)
     all_lse = np.full((shape.B, shape.H), -np.inf, dtype=np.float32)
     all_sampled = np.zeros((shape.B, shape.H), dtype=np.int64)
     cdef float[:, :, ::1] out = all_out
     cdef float[:, ::1] lse = all_lse
     cdef int64_t[:, ::1] sampled = all_sampled
-    threads = _useful(threads, <double>pieces * shape.G * (20 + shape.packed * 0.2))
-    for item in prange(heads, nogil=True, schedule="static", num_threads=threads):
-        _merge_head(view, shape, item, &out[0, 0, 0] + item * shape.D, &lse[0, 0] + item, &sampled[0, 0] + item)
+    cdef double ns = <double>pieces * shape.G * (20 + shape.packed * 0.2)
+    cdef MergeJob job = MergeJob(view, shape, &out[0, 0, 0], &lse[0, 0], &sampled[0, 0])
+    with nogil:
+        crew_run(threads, ns, heads, _merge_head, &job)
     return all_out, all_lse, all_sampled
 
 
-cdef void _merge_head(const Partial* view, const Shape* shape, int64_t item, float* out, float* lse,
-                      int64_t* sampled) noexcept nogil:
+cdef struct MergeJob:
+    const Partial* view
+    const Shape* shape
+    float* out         # [B·H][D]
+    float* lse         # [B·H]
+    int64_t* sampled   # [B·H]
+
+
+cdef void _merge_head(const void* work, int64_t item, int worker) noexcept nogil:
+    cdef const MergeJob* job = <const MergeJob*>work
+    cdef const Partial* view = job.view
+    cdef const Shape* shape = job.shape
+    cdef float* out = job.out + item * shape.D
+    cdef float* lse = job.lse + item
+    cdef int64_t* sampled = job.sampled + item
     cdef int64_t group = item // shape.G, g = item % shape.G, i, at
     cdef float top = -INFINITY, total = 0, weight
     cdef int d

@@ -8,6 +8,25 @@ cdef struct HashJob:
     int K
     int L
     int blocks           # table blocks
+    float* scratch       # of each worker: packed rows, then codes
+    int64_t scratch_floats
+    uint16_t* out
+    int64_t count        # rows or queries
+    # of stored rows
+    const rows_t* rows
+    int64_t start        # first row
+    int first_head
+    int64_t plane        # of out, from one head to the next
+    int64_t stride       # of out, from one table to the next
+    # of queries
+    const float* q       # [count][D]
+
+
+cdef void _set_job(HashJob* job, const float[:, :, :, ::1] packed, const float[:, :, :, ::1] bias,
+                   float[:, ::1] scratch, int D, int K, int L, int64_t count) noexcept:
+    job.panels, job.bias, job.D, job.K, job.L, job.blocks = (
+        &packed[0, 0, 0, 0], &bias[0, 0, 0, 0], D, K, L, table_blocks(L))
+    job.scratch, job.scratch_floats, job.count = &scratch[0, 0], scratch.shape[1], count
 
 
 cdef object _on_cache_lines(shape):
@@ -36,10 +55,11 @@ cdef object _packed_bias(bias, int heads, int K, int L):
 
 
 cdef void _hash_item(const HashJob* job, const row_t* rows, int n, int type, int head, int first, int last,
-                     float* packed, uint32_t* codes, uint16_t* out, int64_t table_stride,
-                     int64_t row_stride) noexcept nogil:
+                     int worker, uint16_t* out, int64_t table_stride, int64_t row_stride) noexcept nogil:
     """Codes of n ≤ HASH_BLOCK keys in table blocks [first, last): out[table·table_stride + row·row_stride]."""
     cdef int block = first, tables, t, lane, table, r
+    cdef float* packed = job.scratch + worker * job.scratch_floats
+    cdef uint32_t* codes = <uint32_t*>(packed + HASH_BLOCK * job.D)
     cdef int64_t panel = <int64_t>job.K * job.D * VW
     cdef const uint32_t* code
     hash_pack(rows, n, job.D, type, packed)
@@ -69,59 +89,63 @@ def hash_rows(table, int64_t start, int64_t stop, const float[:, :, :, ::1] pack
     cdef Tables source = Tables([table])
     cdef const rows_t* rows = source.of(0)
     cdef int heads = out.shape[0]
-    cdef int64_t plane = out.strides[0] // sizeof(uint16_t), stride = out.strides[1] // sizeof(uint16_t)
-    cdef int64_t count = stop - start, parts = (count + HASH_BLOCK - 1) // HASH_BLOCK, item
+    cdef int64_t count = stop - start, parts = (count + HASH_BLOCK - 1) // HASH_BLOCK
     cdef HashJob job
     if count == 0 or heads == 0:
         return
     cdef float[:, :, :, ::1] biases = _packed_bias(bias[first_head : first_head + heads], heads, K, L)
     cdef float[:, ::1] scratch = _hash_scratch(threads, rows.head_dim)
-    job.panels, job.bias, job.D, job.K, job.L, job.blocks = (
-        &packed[0, 0, 0, 0], &biases[0, 0, 0, 0], rows.head_dim, K, L, table_blocks(L))
-    threads = _useful(threads, <double>count * heads * job.D * K * L * 0.03)
-    for item in prange(heads * parts, nogil=True, schedule="dynamic", num_threads=threads):
-        _hash_stored(&job, rows, item // parts, first_head, start, item % parts * HASH_BLOCK, count,
-                     &scratch[threadid(), 0], &out[0, 0, 0] + item // parts * plane, stride)
+    _set_job(&job, packed, biases, scratch, rows.head_dim, K, L, count)
+    job.rows, job.start, job.first_head, job.out = rows, start, first_head, &out[0, 0, 0]
+    job.plane, job.stride = out.strides[0] // sizeof(uint16_t), out.strides[1] // sizeof(uint16_t)
+    cdef double ns = <double>count * heads * job.D * K * L * 0.03
+    with nogil:
+        crew_run(threads, ns, heads * parts, _hash_stored, &job)
 
 
-cdef void _hash_stored(const HashJob* job, const rows_t* rows, int head, int first_head, int64_t start, int64_t done,
-                       int64_t count, float* scratch, uint16_t* out, int64_t table_stride) noexcept nogil:
+cdef void _hash_stored(const void* work, int64_t item, int worker) noexcept nogil:
+    """A block of rows of one head, in all tables."""
+    cdef const HashJob* job = <const HashJob*>work
+    cdef int64_t parts = (job.count + HASH_BLOCK - 1) // HASH_BLOCK, done = item % parts * HASH_BLOCK
+    cdef int head = <int>(item // parts), n = <int>min(<int64_t>HASH_BLOCK, job.count - done)
     cdef row_t at[HASH_BLOCK]
-    cdef int n = <int>min(<int64_t>HASH_BLOCK, count - done)
-    rows_from(rows, first_head + head, start + done, n, at)
-    _hash_item(job, at, n, rows.type, head, 0, job.blocks, scratch, <uint32_t*>(scratch + HASH_BLOCK * job.D),
-               out + done, table_stride, 1)
+    rows_from(job.rows, job.first_head + head, job.start + done, n, at)
+    _hash_item(job, at, n, job.rows.type, head, 0, job.blocks, worker, job.out + head * job.plane + done, job.stride, 1)
 
 
 def hash_queries(const float[:, :, ::1] q, const float[:, :, :, ::1] packed, int K, int L, int threads):
     """uint16 [B, H, L] of q float32 [B, H, D]. An item is a block of queries and a few tables: one sequence has few
     queries, and reading the projection is most of the work."""
     cdef int D = q.shape[2]
-    cdef int64_t count = q.shape[0] * q.shape[1], parts = (count + HASH_BLOCK - 1) // HASH_BLOCK, item
-    cdef int groups = (table_blocks(L) + HASH_TABLES - 1) // HASH_TABLES
+    cdef int64_t count = q.shape[0] * q.shape[1], parts = (count + HASH_BLOCK - 1) // HASH_BLOCK
     codes = np.empty((q.shape[0], q.shape[1], L), dtype=np.uint16)
     cdef uint16_t[:, :, ::1] out = codes
     cdef HashJob job
     cdef float[:, :, :, ::1] biases = _packed_bias(None, 1, K, L)
     cdef float[:, ::1] scratch = _hash_scratch(threads, D)
-    job.panels, job.bias, job.D, job.K, job.L, job.blocks = (
-        &packed[0, 0, 0, 0], &biases[0, 0, 0, 0], D, K, L, table_blocks(L))
-    threads = _useful(threads, <double>count * D * K * L * 0.03)
-    for item in prange(parts * groups, nogil=True, schedule="dynamic", num_threads=threads):
-        _hash_some_queries(&job, &q[0, 0, 0], item // groups * HASH_BLOCK, count, item % groups,
-                           &scratch[threadid(), 0], &out[0, 0, 0])
+    _set_job(&job, packed, biases, scratch, D, K, L, count)
+    job.q, job.out = &q[0, 0, 0], &out[0, 0, 0]
+    cdef double ns = <double>count * D * K * L * 0.03
+    with nogil:
+        crew_run(threads, ns, parts * _query_groups(&job), _hash_some_queries, &job)
     return codes
 
 
-cdef void _hash_some_queries(const HashJob* job, const float* q, int64_t done, int64_t count, int group,
-                             float* scratch, uint16_t* out) noexcept nogil:
+cdef inline int _query_groups(const HashJob* job) noexcept nogil:
+    """Groups of table blocks that are hashed at once."""
+    return (job.blocks + HASH_TABLES - 1) // HASH_TABLES
+
+
+cdef void _hash_some_queries(const void* work, int64_t item, int worker) noexcept nogil:
+    cdef const HashJob* job = <const HashJob*>work
+    cdef int64_t done = item // _query_groups(job) * HASH_BLOCK
+    cdef int n = <int>min(<int64_t>HASH_BLOCK, job.count - done), r
+    cdef int first = <int>(item % _query_groups(job)) * HASH_TABLES
     cdef row_t at[HASH_BLOCK]
-    cdef int n = <int>min(<int64_t>HASH_BLOCK, count - done), r
-    cdef int first = group * HASH_TABLES
     for r in range(n):
-        at[r] = <row_t>(q + (done + r) * job.D)
-    _hash_item(job, at, n, FLOAT32, 0, first, min(first + <int>HASH_TABLES, job.blocks), scratch,
-               <uint32_t*>(scratch + HASH_BLOCK * job.D), out + done * job.L, 1, job.L)
+        at[r] = <row_t>(job.q + (done + r) * job.D)
+    _hash_item(job, at, n, FLOAT32, 0, first, min(first + <int>HASH_TABLES, job.blocks), worker,
+               job.out + done * job.L, 1, job.L)
 
 
 def project(const float[:, ::1] x, const float[:, :, :, ::1] packed, int K, int L):

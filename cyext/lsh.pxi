@@ -60,20 +60,38 @@ cdef class Parts:
 
 cdef void _retrieve_all(Parts parts, const uint16_t[:, :, ::1] codes, int Hkv, int threads, int64_t* times):
     """Fill the bits of every part. Items are (part, query head)."""
-    cdef int H = codes.shape[1], L = codes.shape[2], thread
-    cdef int64_t items = parts.count * H, item, began, lists_bytes
+    cdef RetrieveJob job
+    job.parts, job.codes, job.H, job.Hkv, job.L = parts.at, &codes[0, 0, 0], codes.shape[1], Hkv, codes.shape[2]
     # ids, sizes, counters: each starts on its own cache line
-    cdef int64_t pointers = (L * 8 // 64 + 1) * 64, numbers = (L * 4 // 64 + 1) * 64
-    lists_bytes = pointers + numbers + (parts.longest // 64 + 1) * 64
-    threads = _useful(threads, <double>parts.rows * H + L * H * 10)
-    cdef Memory scratch = Memory(threads * lists_bytes)
-    for item in prange(items, nogil=True, schedule="dynamic", num_threads=threads):
-        thread = threadid()
-        began = now_ns()
-        _retrieve(parts.at + item // H, item % H, item % H * Hkv // H, L,
-                  &codes[0, 0, 0] + (parts.at[item // H].b * H + item % H) * L,
-                  scratch.at + thread * lists_bytes, pointers, numbers)
-        times[thread * 8] += now_ns() - began
+    job.pointers, job.numbers = (job.L * 8 // 64 + 1) * 64, (job.L * 4 // 64 + 1) * 64
+    job.scratch_bytes = job.pointers + job.numbers + (parts.longest // 64 + 1) * 64
+    cdef double ns = <double>parts.rows * job.H + job.L * job.H * 10
+    cdef Memory scratch = Memory(threads * job.scratch_bytes)
+    job.scratch, job.times = scratch.at, times
+    with nogil:
+        crew_run(threads, ns, parts.count * job.H, _retrieve_item, &job)
+
+
+cdef struct RetrieveJob:
+    const Part* parts
+    const uint16_t* codes  # [B][H][L]
+    int H
+    int Hkv
+    int L
+    char* scratch          # of each worker
+    int64_t scratch_bytes
+    int64_t pointers       # bytes of a worker's lists: see _retrieve_all
+    int64_t numbers
+    int64_t* times         # [worker][8] ns: retrieve, attend, window
+
+
+cdef void _retrieve_item(const void* work, int64_t item, int worker) noexcept nogil:
+    cdef const RetrieveJob* job = <const RetrieveJob*>work
+    cdef const Part* part = job.parts + item // job.H
+    cdef int64_t began = now_ns(), head = item % job.H
+    _retrieve(part, head, head * job.Hkv // job.H, job.L, job.codes + (part.b * job.H + head) * job.L,
+              job.scratch + worker * job.scratch_bytes, job.pointers, job.numbers)
+    job.times[worker * 8] += now_ns() - began
 
 
 cdef void _retrieve(const Part* part, int64_t head, int64_t kv_head, int L, const uint16_t* codes, char* scratch,
@@ -235,8 +253,7 @@ def lsh_attend(const float[:, :, ::1] q, const uint16_t[:, :, ::1] codes, groups
                float scale, float softcap, int threads, runs):
     """Output float32 [B, H, D], LSE float32 [B, H], sampled int64 [B, H], ns of retrieve, attend, window, merge (of all
     threads together), and of the call."""
-    cdef int64_t began = now_ns(), started, item, count, rows
-    cdef int thread, cells = weights.shape[0] - 1
+    cdef int64_t began = now_ns(), started, count, rows
     flat = [run for of_sequence in runs for run in of_sequence]
     tables = [group.table for group in groups] + [run[0] for run in flat]
     cdef Shape shape = _shape(q, tables, scale, softcap)
@@ -253,25 +270,41 @@ def lsh_attend(const float[:, :, ::1] q, const uint16_t[:, :, ::1] codes, groups
     cdef Partial* view = &partials.view
     view.first[shape.B * shape.Hkv] = _all_pieces(parts, runs, sources, &shape, view.pieces, view.first)
     cdef Memory angles = Memory(count * 2 * shape.G * sizeof(float))
-    cdef int workers = _useful(threads, <double>rows * shape.H)
-    for item in prange(count, nogil=True, schedule="dynamic", num_threads=workers):
-        thread = threadid()
-        started = now_ns()
-        if view.pieces[item].part == NULL:
-            _attend_run(&view.pieces[item], &shape, <const float*>queries.at, view.out + item * shape.G * shape.packed,
-                        view.top + item * shape.G, view.total + item * shape.G)
-            times[thread * 8 + 2] += now_ns() - started
-        else:
-            _attend_sampled(&view.pieces[item], &shape, <const float*>queries.at, &weights[0], cells,
-                            <float*>angles.at + item * 2 * shape.G, view.out + item * shape.G * shape.packed,
-                            view.top + item * shape.G, view.total + item * shape.G, view.sampled + item * shape.G)
-            times[thread * 8 + 1] += now_ns() - started
+    cdef AttendJob job = AttendJob(&shape, <const float*>queries.at, view, &weights[0], weights.shape[0] - 1,
+                                   <float*>angles.at, times)
+    with nogil:
+        crew_run(threads, <double>rows * shape.H, count, _attend_item, &job)
 
     started = now_ns()
     out, lse, sampled = _merge(view, &shape, count, threads)
     stages = (*[sum([times[8 * i + stage] for i in range(threads)]) for stage in range(3)],
-              (now_ns() - started) * workers)
+              (now_ns() - started) * threads)
     return out, lse, sampled, stages, now_ns() - began
+
+
+cdef struct AttendJob:
+    const Shape* shape
+    const float* queries  # of _packed_queries
+    const Partial* view
+    const float* table    # −ln u
+    int cells
+    float* angles         # [piece][2][G]: room
+    int64_t* times        # [worker][8] ns: retrieve, attend, window
+
+
+cdef void _attend_item(const void* work, int64_t item, int worker) noexcept nogil:
+    cdef const AttendJob* job = <const AttendJob*>work
+    cdef const Partial* view = job.view
+    cdef const Shape* shape = job.shape
+    cdef int64_t began = now_ns()
+    if view.pieces[item].part == NULL:
+        _attend_run(item, shape, job.queries, view)
+        job.times[worker * 8 + 2] += now_ns() - began
+    else:
+        _attend_sampled(&view.pieces[item], shape, job.queries, job.table, job.cells, job.angles + item * 2 * shape.G,
+                        view.out + item * shape.G * shape.packed, view.top + item * shape.G,
+                        view.total + item * shape.G, view.sampled + item * shape.G)
+        job.times[worker * 8 + 1] += now_ns() - began
 
 
 def lsh_sample(const uint16_t[:, :, ::1] codes, groups, int threads):

@@ -23,7 +23,7 @@ from magicpig_cli import kernels
 from magicpig_cli.config import DEFAULT_K, DEFAULT_L
 from magicpig_cli.hardware import Speeds
 from magicpig_cli.kernels.memory import aligned_bytes
-from magicpig_cli.model.stored import Products, Stored, StoredLinear, own_products
+from magicpig_cli.model.stored import Products, Stored, StoredLinear
 
 ROUNDS_S = 0.6  # for as long rounds are made,
 MIN_ROUNDS, MAX_ROUNDS = 5, 25  # but at least and at most so many
@@ -44,8 +44,6 @@ WIDTH = 4096  # of the weight matrices
 PROMPT_ROWS, PROMPT_OUTPUTS = 256, 512  # tokens of a chunk, and columns of what they are multiplied with
 BYTE = 0x3F  # that the buffer is full of: 0.75 as bfloat16 or float32, 63 as int8; nothing that arithmetic is slow on
 COPY_BYTES = 64 << 20
-WAKE_BYTES = 64 << 10
-PAUSE_S = 200e-6
 
 Probe = Callable[[int], float]  # number of the round → its figure
 
@@ -70,7 +68,6 @@ def measure(threads: int, free_bytes: int, cache_bytes: int, gpu: int | None = N
             "long": long.head_ns,
             "short": short.head_ns,
             "operator": lambda _: _operator_us(),
-            "wake": lambda _: _wake_us(walk, threads),
         })  # fmt: skip
         copies = (None, None) if gpu is None else copy_speeds(torch.device("cuda", gpu))
     count_ns, visit_ns = per_id_and_visit(long, found["long"], short, found["short"])
@@ -82,7 +79,6 @@ def measure(threads: int, free_bytes: int, cache_bytes: int, gpu: int | None = N
         visit_ns=visit_ns,
         product_bytes_s={form: found[form] for form in ("float32", "bfloat16", "int8")},
         operator_us=found["operator"],
-        wake_us=found["wake"],
         prompt_multiply_adds_s=found["prompt"],
         host_to_device_bytes_s=copies[0],
         device_to_host_bytes_s=copies[1],
@@ -205,15 +201,10 @@ def _product(walk: Walk, dtype: torch.dtype) -> float:
     rows = min(WIDTH, walk.size // PRODUCT_PART // row_bytes)
     weight = torch.from_numpy(walk.bytes(rows * row_bytes)).view(dtype).view(rows, WIDTH)
     x = torch.ones(1, WIDTH)
-    if dtype == torch.float32:
-        spent = _seconds(lambda: nn.functional.linear(x, weight))
-    else:
-        scale = torch.ones(rows, dtype=torch.bfloat16) if dtype == torch.int8 else None
-        held = Stored(nn.Parameter(weight, requires_grad=False), scale)
-        layer = StoredLinear(held, None, Products(), few_rows=True)
-        with own_products():
-            spent = _seconds(lambda: layer(x))
-    return weight.nbytes / spent
+    scale = torch.ones(rows, dtype=torch.bfloat16) if dtype == torch.int8 else None
+    held = Stored(nn.Parameter(weight, requires_grad=False), scale)
+    layer = StoredLinear(held, None, Products(), few_rows=True)
+    return weight.nbytes / _seconds(lambda: layer(x))
 
 
 def _prompt_product(walk: Walk) -> float:
@@ -284,25 +275,6 @@ def _operator_us(repeats: int = 20) -> float:
             _ = (x + x, x * x, x.to(torch.bfloat16), x.pow(2).mean(-1))
 
     return _seconds(five_operators) / (5 * repeats) * 1e6
-
-
-def _wake_us(walk: Walk, threads: int, repeats: int = 8) -> float:
-    """Microseconds that a parallel call takes longer than its work: its threads sleep where Python was busy for long.
-
-    They spin for a while first (docs/decisions/002), so the pause is one that a layer's small operators take.
-    """
-    if threads == 1:
-        return 0.0
-    data = walk.bytes(WAKE_BYTES)
-    kernels.read_sequential(data, 1)  # from here on it is in a cache
-    alone = min(kernels.read_sequential(data, 1) for _ in range(repeats))
-    waits = []
-    for _ in range(repeats):
-        until = time.perf_counter() + PAUSE_S
-        while time.perf_counter() < until:
-            pass
-        waits.append(kernels.read_sequential(data, threads) - alone)
-    return max(0.0, statistics.median(waits) / 1e3)
 
 
 # --- GPU -----------------------------------------------------------------------------------------------------------

@@ -154,11 +154,9 @@ def _is_sound(speeds: Speeds) -> bool:
     if not isinstance(products, dict) or products.keys() != _PRODUCTS:
         return False
     copies = (values.pop("host_to_device_bytes_s"), values.pop("device_to_host_bytes_s"))
-    may_be_zero = (values.pop("visit_ns"), values.pop("wake_us"))  # the latter is, with one thread
+    visit_ns = values.pop("visit_ns")  # may be 0
     wanted = (*values.values(), *products.values(), *(speed for speed in copies if speed is not None))
-    return all(_is_number(value) and value > 0 for value in wanted) and all(
-        _is_number(value) and value >= 0 for value in may_be_zero
-    )
+    return all(_is_number(value) and value > 0 for value in wanted) and _is_number(visit_ns) and visit_ns >= 0
 
 
 def _is_number(value: object) -> bool:

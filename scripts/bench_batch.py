@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-# Before torch or the kernels load libgomp, as the command does (docs/decisions/002).
+# Before torch loads libgomp, as the command does (docs/decisions/002).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from magicpig_cli.config import AttentionOptions, GenerationOptions, ModelOptions, Settings

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# Before torch or the kernels load libgomp, as the command does (docs/decisions/002).
+# Before torch loads libgomp, as the command does (docs/decisions/002).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 

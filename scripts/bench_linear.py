@@ -1,9 +1,10 @@
-"""Linear layers on this CPU: the demo model with float32, bfloat16 and int8 weights, side by side in one process.
+"""Linear layers on this CPU: the demo model as transformers and torch run it in float32, and with our float32, bfloat16
+and int8 weights, side by side in one process.
 
     python scripts/bench_linear.py --json
 
 Prints decode and prefill speed at a short context, where linear layers are nearly everything, the ratios to float32,
-and what the rounding costs: KL(float32 ‖ form) of the next token over positions of English text. With --json one JSON
+and what the rounding costs: KL(plain ‖ form) of the next token over positions of English text. With --json one JSON
 document is the last line: {"meta","forms":[{"form","weights_bytes","decode_ms","decode_tok_s","prefill_tok_s",
 "decode_ratio","prefill_ratio","kl_mean","kl_max","same_token"}]}.
 """
@@ -26,8 +27,11 @@ from magicpig_cli.bench.fill import fill_ids
 from magicpig_cli.bench.report import meta
 from magicpig_cli.config import AttentionOptions, ModelOptions, Settings
 from magicpig_cli.engine.engine import Engine
+from magicpig_cli.model import linear
 
+PLAIN = "plain"  # float32 weights in torch's own layers
 FORMS = {
+    PLAIN: ModelOptions(dtype="float32"),
     "float32": ModelOptions(dtype="float32"),
     "bfloat16": ModelOptions(dtype="bfloat16"),
     "int8": ModelOptions(dtype="float32", quantize="int8"),
@@ -39,9 +43,12 @@ STEPS = 8  # decode steps of one form before the next has its turn
 
 def load(model: str, threads: int) -> dict[str, Engine]:
     engines = {}
+    hold = linear.hold
     for form, options in FORMS.items():
+        linear.hold = hold if form != PLAIN else lambda *_: None
         options = ModelOptions(model, dtype=options.dtype, quantize=options.quantize, device="cpu")
         engines[form] = Engine.load(Settings(options, AttentionOptions("exact"), threads=threads))
+    linear.hold = hold
     return engines
 
 
@@ -54,9 +61,9 @@ def next_token_logs(engine: Engine, ids: list[int], positions: int) -> torch.Ten
 
 
 def divergences(engines: dict[str, Engine], positions: int) -> dict[str, dict[str, float]]:
-    """KL(float32 ‖ form) per form: mean and maximum over positions, and how often both prefer the same token."""
-    ids = fill_ids(engines["float32"], PROMPT + positions)
-    truth = next_token_logs(engines["float32"], ids, positions)
+    """KL(plain ‖ form) per form: mean and maximum over positions, and how often both prefer the same token."""
+    ids = fill_ids(engines[PLAIN], PROMPT + positions)
+    truth = next_token_logs(engines[PLAIN], ids, positions)
     found = {}
     for form, engine in engines.items():
         logs = next_token_logs(engine, ids, positions)
@@ -109,13 +116,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
             "decode_ms": medians[form],
             "decode_tok_s": arguments.batch * 1000 / medians[form],
             "prefill_tok_s": speeds[form],
-            "decode_ratio": medians["float32"] / medians[form],
-            "prefill_ratio": speeds[form] / speeds["float32"],
+            "decode_ratio": medians[PLAIN] / medians[form],
+            "prefill_ratio": speeds[form] / speeds[PLAIN],
             **losses[form],
         }
         for form, engine in engines.items()
     ]
-    about = meta(engines["float32"], hardware.probe())
+    about = meta(engines[PLAIN], hardware.probe())
     return {"meta": about | {"batch": arguments.batch, "prompt_tokens": arguments.prompt_tokens}, "forms": rows}
 
 

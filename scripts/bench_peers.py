@@ -14,7 +14,7 @@ import os
 import sys
 from typing import Any
 
-# Before torch or the kernels load libgomp, as the command does (docs/decisions/002).
+# Before torch loads libgomp, as the command does (docs/decisions/002).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # Nothing here may load torch: llama.cpp's process starts by importing this file.

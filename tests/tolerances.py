@@ -95,14 +95,10 @@ def close_int8_rows(rows: Any, wanted: Any, *, roundings: int) -> bool:
     return bool((np.linalg.norm(rows - wanted, axis=-1) <= bound).all())
 
 
-def close_product(got: Any, wanted: Any, sizes: Any, *, rounded: bool) -> bool:
-    """Whether a product [M, N] is `wanted` up to rounding, sizes [M, N] being Σ|aᵢbᵢ|.
-
-    rounded: activations and result went through bfloat16.
-    """
+def close_product(got: Any, wanted: Any, sizes: Any) -> bool:
+    """Whether a product [M, N] is `wanted` up to rounding, sizes [M, N] being Σ|aᵢbᵢ|."""
     got, wanted, sizes = (np.asarray(x, dtype=np.float64) for x in (got, wanted, sizes))
-    unit = BF16_U if rounded else DOT * U
-    return bool((np.abs(got - wanted) <= unit * (sizes + np.abs(wanted)) + DOT * U * sizes).all())
+    return bool((np.abs(got - wanted) <= DOT * U * (2 * sizes + np.abs(wanted))).all())
 
 
 def close_to_float32(got: Any, wanted: Any, form: str) -> bool:

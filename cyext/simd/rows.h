@@ -141,8 +141,9 @@ static inline void fetch_lines(fetch_t *fetch, int count) {
 
 #define LINES_PER_ROW 2 /* fetched per row of products; sums fetch one per row and block of accumulators */
 
-/* What is summed over a row: its products with vectors, or the squares of its differences from one. */
-enum { PRODUCTS = 0, SQUARES = 1 };
+/* What is summed over a row: its products with vectors, or the squares of its differences from one. ALIKE are products
+ * summed in one order for any number of vectors; PRODUCTS take another one, with more chains, for a single vector. */
+enum { PRODUCTS = 0, SQUARES = 1, ALIKE = 2 };
 
 /* Rows at once: a chain of additions for each vector and row, 8 of them or more hide the latency of one. */
 #define SUM_ROWS(heads) (VW < 16 && (heads) == 4 ? 2 : 4)
@@ -151,7 +152,7 @@ static INLINE void sum_rows(const float *x, int64_t stride, int heads, const row
         int what, float *out) {
     const int count = SUM_ROWS(heads);
     const int scaled = what == SQUARES && type == INT8;
-    const int two = heads == 1 && !scaled; /* chains per row; scales need registers too */
+    const int two = heads == 1 && !scaled && what != ALIKE; /* chains per row; scales need registers too */
     vf acc[4][4], scale[4];
     UNROLL for (int h = 0; h < heads + two; h++) UNROLL for (int i = 0; i < count; i++) acc[h][i] = vf_set1(0);
     if (scaled) UNROLL for (int i = 0; i < count; i++) scale[i] = vf_set1(-scale_at(at[i], head_dim));

@@ -1,8 +1,8 @@
 """llama.cpp as a peer to be measured: its server, as the wheel `xllamacpp` brings it, in a process of its own.
 
-Of its own, because both programs use libgomp, whose threads wait as the environment of their process says: ours as the
-`magicpig` command sets it (docs/decisions/002), llama.cpp's as libgomp does by default. Token ids go in, llama.cpp's
-own timings come out.
+Of its own, because torch and llama.cpp use libgomp, whose threads wait as the environment of their process says:
+torch's as the `magicpig` command sets it (docs/decisions/002), llama.cpp's as libgomp does by default. Token ids go in,
+llama.cpp's own timings come out.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def _speeds(speeds: Speeds) -> Iterator[tuple[str, str]]:
     yield (
         "look-ups",
         f"{speeds.visit_ns:.1f} ns per table and {speeds.count_ns:.2f} ns per id (1 thread); "
-        f"{speeds.operator_us:.1f} µs per small torch operator, {speeds.wake_us:.0f} µs to wake other threads",
+        f"{speeds.operator_us:.1f} µs per small torch operator",
     )
     if speeds.cpu_share < UNDISTURBED:
         yield (

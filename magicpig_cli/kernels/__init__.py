@@ -2,7 +2,8 @@
 
 Letters: B sequences, H query heads, Hkv kv heads, G = H / Hkv, N rows, D head dim, K bits per table, L tables.
 Rows lie in a `RowTable`; `Projection` turns keys and queries into codes; `build_segment` turns codes into tables;
-`lsh_attend` samples through them, `exact_attend` reads everything. Which instruction set does it: `isa`.
+`lsh_attend` samples through them, `exact_attend` reads everything; `multiply` is the linear layers of a step. Which
+instruction set does it: `isa`.
 Errors of use are TypeError or ValueError and name the argument, what was wanted and what came.
 """
 
@@ -12,6 +13,7 @@ from magicpig_cli.kernels import isa
 from magicpig_cli.kernels.attend import Attended, Run, Sampled, SampledRows, exact_attend, lsh_attend, lsh_sample
 from magicpig_cli.kernels.hashing import Projection, hash_queries, hash_rows
 from magicpig_cli.kernels.probe import read_rows, read_sequential
+from magicpig_cli.kernels.product import Weights, multiply
 from magicpig_cli.kernels.rows import NUMPY_TYPE, RowTable, RowType, row_bytes, row_width, widen, window_type
 from magicpig_cli.kernels.segment import (
     MAX_SEGMENT_ROWS,
@@ -39,6 +41,7 @@ __all__ = [
     "SampledRows",
     "Segment",
     "Tail",
+    "Weights",
     "build_segment",
     "exact_attend",
     "hash_queries",
@@ -47,6 +50,7 @@ __all__ = [
     "lsh_attend",
     "lsh_sample",
     "merge_segments",
+    "multiply",
     "read_rows",
     "read_sequential",
     "row_bytes",

@@ -14,6 +14,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from magicpig_cli.kernels.attend import Run, SampledRows
+    from magicpig_cli.kernels.product import Weights
     from magicpig_cli.kernels.rows import RowTable
     from magicpig_cli.kernels.segment import Segment
 
@@ -220,6 +221,16 @@ def lsh_attend(
     ended = time.perf_counter_ns()
     sampled = np.array([[len(rows) for rows in heads] for heads in found], dtype=np.int64).reshape(q.shape[:2])
     return out, lse, sampled, (retrieved - began, ended - retrieved, 0, 0), ended - began
+
+
+# --- linear layers -------------------------------------------------------------------------------------------------
+
+
+def multiply(x: np.ndarray, weights: Weights, threads: int) -> np.ndarray:
+    """float32 [Σ M·N]: x float32 [M, K] times each weight, one [M, N] after the other."""
+    wide = [weights.read(i).astype(np.float64) for i in range(len(weights.weights))]
+    products = [weight @ row for weight in wide for row in x.astype(np.float64)]
+    return np.concatenate([np.zeros(0), *products]).astype(np.float32)
 
 
 # --- bandwidth -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from magicpig_cli.kernels.checks import MAX_HEAD_DIM, want_array, want_int
 RowType = Literal["float32", "bfloat16", "int8"]
 SCALE_BYTES = 2
 NUMPY_TYPE: dict[str, type] = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
-_NATIVE_TYPE = {"bfloat16": 0, "float32": 1, "int8": 2}  # as in cyext/simd/rows.h
+NATIVE_TYPE = {"bfloat16": 0, "float32": 1, "int8": 2}  # as in cyext/simd/rows.h
 _BLOCK_KIND = {"float32": "float32", "bfloat16": "bf16 bits (uint16)", "int8": "int8 values and scale"}
 
 
@@ -63,7 +63,7 @@ class RowTable:
         self.head_dim = head_dim
         self.dtype = dtype
         self.block_rows = block_rows
-        self.type = _NATIVE_TYPE[dtype]
+        self.type = NATIVE_TYPE[dtype]
         self._blocks: list[np.ndarray] = []
         self._addresses = np.zeros(8, dtype=np.int64)
 

@@ -1,4 +1,4 @@
-"""Linear layers and embeddings of a model on a CPU, replaced by ones that hold 2 or 1 bytes per value: `stored.py`."""
+"""Linear layers and embeddings of a model on a CPU, replaced by ones that our kernels multiply: `stored.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from magicpig_cli.events import LoadProgress
 from magicpig_cli.model.progress import Report, ignore
-from magicpig_cli.model.shape import INT8_MULTIPLE
 from magicpig_cli.model.stored import (
     Form,
     Holder,
@@ -19,16 +18,19 @@ from magicpig_cli.model.stored import (
     Stored,
     StoredEmbedding,
     StoredLinear,
-    own_products,
+    multiply_together,
     stored,
 )
 
 _ATTRIBUTE = "magicpig_products"  # of the model, where its Products are
+_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # names of layers side by side, by family
 _GEMMA_FACTOR = "scalar_embed_scale"  # attribute of Gemma 3's embedding: what its forward multiplies rows by
 
 
 def hold(model: PreTrainedModel, form: Form, report: Report = ignore) -> None:
-    """Replace the linear layers and the token embedding of a model on a CPU; everything else becomes float32.
+    """Replace the linear layers of a model on a CPU, and its token embedding unless that stays float32.
+
+    Everything else becomes float32.
 
     An output layer tied to the embedding shares its weight as before. Experts that are no nn.Linear (Mixtral's: one
     tensor for all of them) remain float32. Goes layer by layer, so the extra memory is that of the largest layer.
@@ -36,14 +38,17 @@ def hold(model: PreTrainedModel, form: Form, report: Report = ignore) -> None:
     names = [name for name, module in model.named_modules() if _can_hold(module, form)]
     output, products, shared = _output_layer(model), Products(), _tied_weight(model)
     made: Stored | None = None  # of the shared weight
+    if form == "float32":
+        report = ignore  # nothing is made, so nothing takes its time
     for done, name in enumerate(names):
         report(LoadProgress(f"storing weights as {form}", done, len(names)))
         module = model.get_submodule(name)
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
-        held = made if weight is shared and made else stored(weight.detach(), form)
+        held = made if weight is shared and made else stored(weight, form)
         made = held if weight is shared else made
         model.set_submodule(name, _holder(module, held, products, few_rows=module is output))
     report(LoadProgress(f"storing weights as {form}", len(names), len(names)))
+    _join_same_input(model)
     _widen_the_rest(model)
     setattr(model, _ATTRIBUTE, products)
 
@@ -62,10 +67,18 @@ def _output_layer(model: PreTrainedModel) -> nn.Module | None:
 
 def _can_hold(module: nn.Module, form: Form) -> bool:
     """Linear layers and embeddings whose code is known; of other classes nobody knows what forward does."""
-    if type(module) not in (nn.Linear, nn.Embedding) and not hasattr(module, _GEMMA_FACTOR):
-        return False
-    weight: torch.Tensor = module.weight  # type: ignore[assignment]
-    return form == "bfloat16" or weight.shape[1] % INT8_MULTIPLE == 0
+    if form == "float32":
+        return type(module) is nn.Linear  # an embedding is as it should be
+    return type(module) in (nn.Linear, nn.Embedding) or hasattr(module, _GEMMA_FACTOR)
+
+
+def _join_same_input(model: PreTrainedModel) -> None:
+    """One product for query, key and value, and one for gate and up, where a block has them as layers of their own."""
+    for block in model.modules():
+        for names in _SAME_INPUT:
+            layers = [getattr(block, name, None) for name in names]
+            if all(isinstance(layer, StoredLinear) for layer in layers):
+                multiply_together(layers)  # type: ignore[arg-type]
 
 
 def _holder(module: nn.Module, held: Stored, products: Products, *, few_rows: bool) -> Holder:
@@ -90,5 +103,7 @@ def phase(model: PreTrainedModel, *, prefill: bool) -> Iterator[None]:
         yield
         return
     products.prefill = prefill
-    with own_products():
+    try:
         yield
+    finally:
+        products.forget()

@@ -36,6 +36,7 @@ from magicpig_cli.model import demo, fingerprint, gguf, hub, linear, weights
 from magicpig_cli.model.name import model_name
 from magicpig_cli.model.progress import Report, forwarded, ignore, one_line
 from magicpig_cli.model.shape import published_dtype, read_dtype, shape_from_config, unsupported_reason
+from magicpig_cli.model.stored import Form
 from magicpig_cli.units import format_bytes
 
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "*.tiktoken")
@@ -164,8 +165,9 @@ def load_model(
         model = _read_model(source, config, device, dtype, options, report)
     model.train(False).requires_grad_(False)
     weights_fingerprint = fingerprint.of_weights(model)
-    if device.type == "cpu" and (options.quantize == "int8" or dtype == torch.bfloat16):
-        linear.hold(model, "int8" if options.quantize == "int8" else "bfloat16", report)
+    if device.type == "cpu":
+        wide: Form = "bfloat16" if dtype == torch.bfloat16 else "float32"
+        linear.hold(model, "int8" if options.quantize == "int8" else wide, report)
     return Loaded(
         model=model,
         tokenizer=_tokenizer_in(source.folder, source.name, options),

@@ -28,7 +28,6 @@ _WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "ministral3", "mixtral", "olmoe",
 # Families whose `max_position_embeddings` already holds the length after linear scaling.
 _LINEAR_ALREADY_APPLIED = ("gemma3",)
 
-INT8_MULTIPLE = 16  # torch's int8 product reads past the end of other row lengths (a crash, or a wrong result)
 
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx")
 
@@ -229,8 +228,8 @@ def _matrices(config: PretrainedConfig) -> list[tuple[int, int]]:
 
 
 def _int8_extra_bytes(config: PretrainedConfig) -> int:
-    """Two bytes per row for its scale; three more per value of rows that int8 cannot take, and of norms and routers."""
-    held = [(rows, length) for rows, length in _matrices(config) if length % INT8_MULTIPLE == 0]
+    """Two bytes per row for its scale; three more per value of norms and routers."""
+    held = _matrices(config)
     rest = _estimate_params(config) - _expert_params(config) - sum(rows * length for rows, length in held)
     return int(2 * sum(rows for rows, _ in held) + 3 * rest)
 

@@ -1,47 +1,38 @@
-"""Linear weights on a CPU, each held once, in 2 or 1 bytes per value, and multiplied by phase.
+"""Linear weights on a CPU, each held once, in 4, 2 or 1 bytes per value, and multiplied by phase.
 
-Decode is bound by reading weights, so it multiplies the stored type itself (torch's bfloat16 or int8 product over
-activations rounded to bfloat16). Prefill is bound by arithmetic, so it multiplies float32: each block of rows is cast
-into one buffer that all layers share. The phase decides, never the number of rows: a batch neighbour must not change
-the kernel that a sequence sees (DESIGN.md, "Determinism contract"). Outside the products all is float32.
-Measured in docs/decisions/005. Which layers of a model are held so: `linear.py`.
+Decode is bound by reading weights, so it multiplies the stored type itself, by our kernels, which sum in float32.
+Prefill is bound by arithmetic, so it multiplies float32 by torch: each block of rows is cast into one buffer that all
+layers share. The phase decides, never the number of rows: a batch neighbour must not change the kernel that a sequence
+sees (DESIGN.md, "Determinism contract"). Measured in docs/decisions/005. Which layers are held so: `linear.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
-Form = Literal["bfloat16", "int8"]
+from magicpig_cli import kernels
+from magicpig_cli.cache.store import as_array
 
+Form = Literal["float32", "bfloat16", "int8"]
+
+_FORM: dict[torch.dtype, Form] = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
 BUFFER_VALUES = 1 << 22  # float32 values that prefill casts at a time: 16 MiB
 
 
-@contextmanager
-def own_products() -> Iterator[None]:
-    """Inside, torch multiplies bfloat16 by its own code instead of oneDNN's, which it takes on CPUs with AVX-512.
-
-    On one row that is half as fast (gate and up of the demo model: 249 µs where torch's own takes 135).
-    """
-    onednn = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property of the module
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.enabled = onednn
-
-
 class Products:
-    """What the stored layers of one model share: the phase of the forward that is running, and the cast buffer."""
+    """What the stored layers of one model share: the phase of the forward that is running, the cast buffer of prefill,
+    and in decode the results of layers that are given the same input one after the other (query, key and value)."""
 
     def __init__(self) -> None:
         self.prefill = False
         self._buffer: torch.Tensor | None = None  # made by the first prefill, then kept: its page faults are paid once
+        self._input: torch.Tensor | None = None  # of the last layer in decode; kept, so that no other tensor is it
+        self._waiting: dict[StoredLinear, torch.Tensor] = {}  # its products that nobody has taken yet
 
     def as_float32(self, weight: torch.Tensor) -> torch.Tensor:
         """A weight [n, K] as float32, valid until the next call."""
@@ -50,10 +41,24 @@ class Products:
             self._buffer = torch.empty(max(size, BUFFER_VALUES))
         return self._buffer[:size].view(weight.shape).copy_(weight)
 
+    def few(self, layer: StoredLinear, x: torch.Tensor) -> torch.Tensor:
+        """x·Wᵀ [M, N] for x [..., K], multiplied in one call with what goes to the layer's companions."""
+        if x is not self._input or layer not in self._waiting:
+            rows = x.reshape(-1, x.shape[-1])
+            done = kernels.multiply(as_array(rows.contiguous()), layer.product_weights, threads=torch.get_num_threads())
+            parts = torch.split(torch.from_numpy(done), [len(rows) * n for n in layer.product_weights.outer])
+            self._input = x
+            self._waiting = {other: part.view(len(rows), -1) for other, part in zip(layer.together, parts, strict=True)}
+        return self._waiting.pop(layer)
+
+    def forget(self) -> None:
+        """At the end of a forward: what nobody has taken is not kept."""
+        self._input, self._waiting = None, {}
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A weight [N, K]: bfloat16 (scale None), or int8 with scale bfloat16 [N]; value = integer · scale of its row."""
+    """A weight [N, K]: as it is (scale None), or int8 with scale bfloat16 [N]; value = integer · scale of its row."""
 
     weight: nn.Parameter
     scale: torch.Tensor | None
@@ -64,14 +69,18 @@ class Stored:
 
 
 def stored(weight: torch.Tensor, form: Form) -> Stored:
-    """Round a float weight [N, K] to `form`. int8: symmetric per row, through a float32 copy of few rows at a time."""
-    if form == "bfloat16":
-        return Stored(nn.Parameter(weight.to(torch.bfloat16), requires_grad=False), None)
+    """Round a float weight [N, K] to `form`, or hold the same memory where it has that type.
+
+    int8: symmetric per row, through a float32 copy of few rows at a time.
+    """
+    if form != "int8":
+        kept = weight.to(getattr(torch, form)).contiguous()
+        return Stored(kept if isinstance(kept, nn.Parameter) else nn.Parameter(kept, requires_grad=False), None)
     integers = torch.empty(weight.shape, dtype=torch.int8)
     scale = torch.empty(weight.shape[0], dtype=torch.bfloat16)
     for rows in _blocks(weight):
-        values = weight[rows].float()
-        # The scale is rounded first, because the product takes it as bfloat16: then it adds no error of its own.
+        values = weight[rows].detach().float()
+        # The scale is rounded first, because it is held as bfloat16: then it adds no error of its own.
         scale[rows] = (values.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
         integers[rows] = (values / scale[rows].float()[:, None]).round_().clamp_(-127, 127)
     return Stored(nn.Parameter(integers, requires_grad=False), scale)
@@ -107,33 +116,41 @@ class StoredLinear(Holder):
     chunk only: casting it would cost more than it multiplies (113 MB for one row of the demo model).
     """
 
+    together: tuple[StoredLinear, ...]  # it and those that are given the same input
+    product_weights: kernels.Weights  # of all of them
+
     def __init__(self, held: Stored, bias: torch.Tensor | None, products: Products, *, few_rows: bool) -> None:
         super().__init__(held)
         self.bias = None if bias is None else nn.Parameter(bias.float(), requires_grad=False)
         self._products = products
         self._few_rows = few_rows
+        multiply_together([self])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        wide = self._products.prefill and not self._few_rows
-        out = self._wide(rows) if wide else self._narrow(rows)
+        many = self._products.prefill and not self._few_rows
+        out = self._many(x.reshape(-1, x.shape[-1])) if many else self._products.few(self, x)
         if self.bias is not None:
             out += self.bias
         return out.view(*x.shape[:-1], out.shape[-1])
 
-    def _narrow(self, x: torch.Tensor) -> torch.Tensor:
-        """x·Wᵀ of the stored type: reads 2 or 1 bytes per weight."""
-        rounded = x.to(torch.bfloat16)
-        if self.scale is None:
-            return nn.functional.linear(rounded, self.weight).float()
-        return torch._weight_int8pack_mm(rounded, self.weight, self.scale).float()
-
-    def _wide(self, x: torch.Tensor) -> torch.Tensor:
+    def _many(self, x: torch.Tensor) -> torch.Tensor:
         """x·Wᵀ in float32, weights cast block by block."""
+        if self.weight.dtype == torch.float32:
+            return nn.functional.linear(x, self.weight)
         out = x.new_empty(x.shape[0], self.weight.shape[0])
         for rows in _blocks(self.weight):
             torch.mm(x, self._products.as_float32(self.weight[rows]).t(), out=out[:, rows])
         return out if self.scale is None else out.mul_(self.scale)
+
+
+def multiply_together(layers: Sequence[StoredLinear]) -> None:
+    """Layers of one form that a forward gives the same tensor: in decode the first one called multiplies for all."""
+    scales = [as_array(layer.scale) for layer in layers if layer.scale is not None]
+    weights = kernels.Weights(
+        _FORM[layers[0].weight.dtype], [as_array(layer.weight.detach()) for layer in layers], scales
+    )
+    for layer in layers:
+        layer.together, layer.product_weights = tuple(layers), weights
 
 
 class StoredEmbedding(Holder):

@@ -22,9 +22,8 @@ MULTIPLY_ADDS_PER_BYTE = 1.6
 # What a step does beside products and kernels, in the time of so many small operators of torch called from Python:
 LAYER_OPERATORS = (160, 47)  # norms, rotary embedding, activations, modules; and for each sequence its cache
 SAMPLED_OPERATORS = (60, 11)  # of a sampled layer beside that, a piece of maintenance of the index included
-CALL_OPERATORS = 40  # a call of the attention kernel: checks, and waking its threads
+CALL_OPERATORS = 40  # a call of the attention kernel: checks, pieces, and sharing them out
 HASH_OPERATORS = 14  # a call of the hash kernel, which is shorter
-PRODUCTS_PER_LAYER = 7  # queries, keys, values, output; gate, up and down: each wakes the other threads
 VISIT_SKEW = 1.7  # ids visited over those of uniform buckets: 1.4–2.0 on real keys (EVIDENCE.md section 1)
 GROUP_POWER = 0.75  # the union of a group's heads is what G^0.75 independent heads would read: 2.3× one head for G = 3
 SAMPLED_MULTIPLY_ADDS = 4  # per value of a sampled row: q·k, |k−μ|, p·V, and sorting out which heads want it
@@ -33,12 +32,12 @@ PCIE_SHARE = 0.8  # of it that copies of pinned memory reach; assumed, not measu
 COPY_S = 10e-6  # latency of one copy between host and GPU, and of waiting for it
 COPIES_PER_LAYER = 4  # query and codes to the host, output and LSE back
 
-# Time of a product with B rows over that with one: max(1, fixed + B · slope). Three CPUs of EVIDENCE.md section 3,
-# decision 005 and 007; torch's bfloat16 product does one row after the other, its int8 product four at a time.
+# Time of a product with B rows over that with one: max(1, fixed + B · slope). Decision 007.
 BATCH_COST: dict[WeightType, tuple[float, float]] = {
-    "float32": (0.55, 0.45), "bfloat16": (0.4, 0.6), "int8": (0.0, 0.33),
+    "float32": (0.85, 0.08), "bfloat16": (0.8, 0.115), "int8": (0.7, 0.185),
 }  # fmt: skip
-FLOAT32_MOST = 2.8  # from about 4 rows on MKL multiplies blocks, and the time does not grow up to 16
+EXPERT_COST = (0.55, 0.45)  # of torch's float32 product: three CPUs of EVIDENCE.md section 3, decisions 005 and 007
+EXPERT_MOST = 2.8  # from about 4 rows on MKL multiplies blocks, and the time does not grow up to 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,6 @@ class _Rates:
     count_s: float
     visit_s: float
     operator_s: float
-    wake_s: float
     threads: int
 
     @staticmethod
@@ -68,7 +66,6 @@ class _Rates:
             count_s=speeds.count_ns * 1e-9,
             visit_s=speeds.visit_ns * 1e-9,
             operator_s=speeds.operator_us * 1e-6,
-            wake_s=speeds.wake_us * 1e-6 if plan.threads > 1 else 0.0,
             threads=min(plan.threads, speeds.threads),
         )
 
@@ -105,7 +102,7 @@ def _exact_keys(plan: Plan, tokens: int, sampled: int) -> int:
 def _dense_s(plan: Plan, rates: _Rates, tokens: int, batch: int, sampled: int) -> float:
     """Exact attention on the CPU: every row in sight is read, and multiplied by each head of the group."""
     rows = batch * plan.shape.kv_heads * _exact_keys(plan, tokens, sampled)
-    call = CALL_OPERATORS * rates.operator_s + rates.wake_s
+    call = CALL_OPERATORS * rates.operator_s
     return _exact_rows_s(plan, rates, rows) + (plan.shape.layers - sampled) * call
 
 
@@ -125,8 +122,7 @@ def _sampled_s(plan: Plan, rates: _Rates, tokens: int, batch: int, ratio: float)
     gathered = batch * shape.kv_heads * union * row_bytes(dim, plan.row_dtype) / rates.gather
     multiplied = heads * ratio * keys * SAMPLED_MULTIPLY_ADDS * dim / rates.multiply_adds
     near = _exact_rows_s(plan, rates, batch * shape.kv_heads * plan.window_rows) if plan.windows_on_host else 0.0
-    call = CALL_OPERATORS * rates.operator_s + rates.wake_s
-    hash_call = HASH_OPERATORS * rates.operator_s + rates.wake_s
+    call, hash_call = CALL_OPERATORS * rates.operator_s, HASH_OPERATORS * rates.operator_s
     return {
         "hash": hash_call + dim * signs * 4 / rates.sequential + heads * dim * signs / rates.multiply_adds,
         "retrieve": heads * (plan.L * rates.visit_s + ids * rates.count_s) / rates.threads,
@@ -141,23 +137,22 @@ def _operators(plan: Plan, batch: int, sampled: int) -> int:
 
 
 def _products_s(plan: Plan, rates: _Rates, batch: int) -> float:
-    """Linear layers and the output layer: threads are woken, weights read once and multiplied by `batch` rows.
+    """Linear layers and the output layer: weights are read once and multiplied by `batch` rows.
 
-    Experts of a mixture are float32 whatever the others are, and each has the rows of its own tokens.
+    Experts of a mixture are float32 and torch's, whatever the others are, and each has the rows of its own tokens.
     """
     shape, form = plan.shape, plan.weight_type
-    wakes = (shape.layers * PRODUCTS_PER_LAYER + 1) * rates.wake_s
     experts = shape.step_experts(batch)
     shared = (shape.step_params(batch) - experts) * WEIGHT_BYTES[form] / rates.product
     own = experts * WEIGHT_BYTES["float32"] / rates.float32_product
-    return wakes + _batch_factor(form, batch) * shared + _batch_factor("float32", batch * shape.experts_used) * own
+    factor = _batch_factor(BATCH_COST[form], batch)
+    return factor * shared + min(EXPERT_MOST, _batch_factor(EXPERT_COST, batch * shape.experts_used)) * own
 
 
-def _batch_factor(form: WeightType, rows: float) -> float:
+def _batch_factor(cost: tuple[float, float], rows: float) -> float:
     """Time of a product with so many rows over that with one."""
-    fixed, slope = BATCH_COST[form]
-    factor = max(1.0, fixed + slope * rows)
-    return min(factor, FLOAT32_MOST) if form == "float32" else factor
+    fixed, slope = cost
+    return max(1.0, fixed + slope * rows)
 
 
 def _across_s(

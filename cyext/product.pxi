@@ -1,0 +1,64 @@
+# Linear layers of a decode step: a few vectors times weights that take the same input: simd/product.h. Items are rows of
+# one weight, about the same number of bytes each. A vector is multiplied in the same order whatever stands beside it.
+
+
+cdef struct ProductJob:
+    const product_t* weights
+    const int64_t* first_item  # of each weight, and the end
+    int64_t rows               # of an item
+    int64_t K
+    int type
+    const float* x             # [M][packed]
+    int64_t packed
+    int64_t M
+
+
+def multiply(const float[:, ::1] x, weights, int threads):
+    """float32 [Σ M·N]: x [M, K] times each weight, one [M, N] after the other."""
+    cdef const int64_t[:, ::1] addresses = weights.addresses
+    cdef int64_t count = addresses.shape[0], i, m, items = 0, values = 0
+    cdef int type = weights.type
+    cdef Memory memory = Memory(count * sizeof(product_t)), firsts = Memory((count + 1) * sizeof(int64_t))
+    cdef product_t* at = <product_t*>memory.at
+    cdef int64_t* first_item = <int64_t*>firsts.at
+    cdef ProductJob job
+    job.weights, job.first_item, job.type = at, first_item, type
+    job.M, job.K, job.packed = x.shape[0], x.shape[1], packed_length(x.shape[1])
+    job.rows = max(<int64_t>4, PRODUCT_BYTES // (job.K * value_bytes(type)) // 4 * 4)
+    cdef Memory packed = Memory((job.M + 1) * job.packed * sizeof(float))  # one beyond the last is read
+    job.x = <const float*>packed.at
+    for m in range(job.M):
+        pack(&x[m, 0], <int>job.K, type, <float*>packed.at + m * job.packed)
+    for i in range(count):
+        values += job.M * addresses[i, 2]
+    result = np.empty(values, dtype=np.float32)
+    cdef float[::1] out = result
+    values = 0
+    for i in range(count):
+        at[i].weight, at[i].scale = <const char*>addresses[i, 0], <const uint16_t*>addresses[i, 1]
+        at[i].N, at[i].out = addresses[i, 2], &out[0] + values
+        values += job.M * at[i].N
+        first_item[i] = items
+        items += (at[i].N + job.rows - 1) // job.rows
+    first_item[count] = items
+    cdef double ns = values * job.K * value_bytes(type) * NS_PER_BYTE
+    with nogil:
+        crew_run(threads, ns, items, _product_item, &job)
+    return result
+
+
+cdef void _product_item(const void* work, int64_t item, int worker) noexcept nogil:
+    """Some rows of a weight, by all vectors."""
+    cdef const ProductJob* job = <const ProductJob*>work
+    cdef const product_t* weight
+    cdef int64_t i = 0, m = 0, first
+    cdef int count
+    while item >= job.first_item[i + 1]:
+        i = i + 1
+    weight = job.weights + i
+    first = (item - job.first_item[i]) * job.rows
+    while m < job.M:
+        count = <int>min(<int64_t>4, job.M - m)
+        product(weight, first, min(first + job.rows, weight.N), job.K, job.type, job.x + m * job.packed, job.packed,
+                count, weight.out + m * weight.N)
+        m = m + count
