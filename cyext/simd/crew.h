@@ -8,13 +8,15 @@
 #pragma once
 #include "cpu.h"
 #include <limits.h>
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
-#include <sys/syscall.h>
 #include <unistd.h>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
 
 #define MOST_THREADS 256
 #define LOOKS 16            /* at what is waited for, between two looks at the clock */
@@ -51,6 +53,7 @@ static inline void crew_pause(void) {
 #endif
 }
 
+#if defined(__linux__)
 static inline void crew_sleep(_Atomic uint32_t *at, uint32_t seen) { /* unless it has changed */
     syscall(SYS_futex, at, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
 }
@@ -58,6 +61,13 @@ static inline void crew_sleep(_Atomic uint32_t *at, uint32_t seen) { /* unless i
 static inline void crew_wake(_Atomic uint32_t *at) {
     syscall(SYS_futex, at, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 }
+#else /* not tested: who sleeps looks again every 0.1 ms */
+static inline void crew_sleep(_Atomic uint32_t *at, uint32_t seen) {
+    if (atomic_load(at) == seen) usleep(100);
+}
+
+static inline void crew_wake(_Atomic uint32_t *at) { (void)at; }
+#endif
 
 static void crew_take(int worker) {
     for (int64_t item; (item = atomic_fetch_add(&crew.next, 1)) < crew.items;) crew.work(crew.job, item, worker);
