@@ -53,7 +53,7 @@ def test_calls_after_pauses_of_any_length(native_isa):
 def run(code: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout, check=False,
-        env=os.environ | {"PYTHONPATH": os.getcwd(), "OPENBLAS_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
@@ -94,7 +94,9 @@ for thread in os.listdir("/proc/self/task"):
     blocked = [line for line in open(f"/proc/self/task/{{thread}}/status") if line.startswith("SigBlk")][0]
     print(int(thread) == os.getpid(), int(blocked.split()[1], 16) >> (signal.SIGINT - 1) & 1)
 """)
-    assert sorted(done.stdout.splitlines()) == ["False 1", "False 1", "True 0"], done.stderr
+    shown = done.stdout.splitlines()
+    assert shown.count("True 0") == 1, done.stderr
+    assert shown.count("False 1") == len(shown) - 1 >= 2  # an emulator has a thread of its own
 
 
 def test_workers_sleep_when_there_is_nothing_to_do():
