@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,14 @@ class Terminal:
 
     def close(self) -> None:
         os.close(self.master)
+
+
+@pytest.fixture(autouse=True)
+def hangups_count() -> Iterator[None]:
+    """Whoever started the tests may ignore hangups (nohup, a job of CI); what is started here would ignore them too."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture
