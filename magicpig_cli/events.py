@@ -90,6 +90,11 @@ class Finished:
     seed: int | None
 
     @property
+    def dropped(self) -> bool:
+        """Whether it was interrupted before there was an answer."""
+        return self.reason == "interrupted" and not self.token_ids
+
+    @property
     def sampled_ratio(self) -> float | None:
         return self.sampled / self.offloaded if self.offloaded else None
 

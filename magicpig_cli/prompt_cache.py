@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from magicpig_cli.batch.lock import locked
 from magicpig_cli.errors import MagicpigError, UsageError
 from magicpig_cli.files import is_stream, refuse_unwritable
+from magicpig_cli.lock import locked
 from magicpig_cli.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

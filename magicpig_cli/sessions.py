@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import platformdirs
 
-from magicpig_cli.batch.lock import locked
 from magicpig_cli.config import APP_NAME, GenerationOptions, Settings
 from magicpig_cli.errors import MagicpigError, UsageError
 from magicpig_cli.files import replace_file
+from magicpig_cli.lock import locked
 from magicpig_cli.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -57,6 +57,10 @@ class Loaded:
     sequence: Sequence | None = None
     notices: tuple[str, ...] = ()
     read_s: float = 0.0  # what reading the rows took
+
+    @property
+    def turns(self) -> int:
+        return _turns(self.messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,17 +181,14 @@ class Sessions:
         if name == self.name:
             raise MagicpigError(f"{name} is the present conversation", hint="/sessions lists all")
         content = _read(name)
-        before, before_lock = self.name, self._lock
-        self._lock = contextlib.ExitStack()
+        lock = _locked(name)
         try:
-            self._lock_name(name)
+            if self.name is not None:
+                self._keep_all(self.name, chat)
         except BaseException:
-            self._lock = before_lock
+            lock.close()
             raise
-        if before is not None:
-            self._keep_all(before, chat)
-        before_lock.close()
-        self.name, self._created, self._cached_ids = name, content["created"], None
+        self._become(name, content["created"], lock)
         return self._loaded(name, content, chat)
 
     def save(self, name: str | None, chat: Talk) -> list[str]:
@@ -240,27 +241,12 @@ class Sessions:
 
     def _take(self, name: str) -> None:
         """Be the session of this name, which nobody else is writing. Raises MagicpigError."""
-        before = self._lock
-        self._lock = contextlib.ExitStack()
-        try:
-            self._lock_name(name)
-        except BaseException:
-            self._lock = before
-            raise
-        before.close()
-        self.name, self._created, self._cached_ids = name, "", None
+        self._become(name, "", _locked(name))
 
-    def _lock_name(self, name: str) -> None:
-        place = folder()
-        try:
-            place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as problem:
-            raise MagicpigError(f"cannot make {place}: {problem.strerror or problem}") from problem
-        self._lock.enter_context(
-            locked(
-                place / f"{name}.lock", doing=f"has session {name} open", hint="leave it there, or take another name"
-            )
-        )
+    def _become(self, name: str, created: str, lock: contextlib.ExitStack) -> None:
+        """Be that session, no longer the one before."""
+        self._lock.close()
+        self._lock, self.name, self._created, self._cached_ids = lock, name, created, None
 
     def _keep_all(self, name: str, chat: Talk) -> None:
         """Text and cache of a conversation that is being left; what goes wrong is a warning."""
@@ -349,6 +335,20 @@ class Sessions:
         options = replace(options, stop=tuple(options.stop))
         given = asdict(self._given) if self._given is not None else {}
         return replace(options, **{key: value for key, value in given.items() if value not in (None, ())})
+
+
+def _locked(name: str) -> contextlib.ExitStack:
+    """The lock of a session, to be closed. Raises MagicpigError if another process has it."""
+    place = folder()
+    try:
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as problem:
+        raise MagicpigError(f"cannot make {place}: {problem.strerror or problem}") from problem
+    lock = contextlib.ExitStack()
+    lock.enter_context(
+        locked(place / f"{name}.lock", doing=f"has session {name} open", hint="leave it there, or take another name")
+    )
+    return lock
 
 
 def _turns(messages: list[dict[str, str]]) -> int:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from magicpig_cli.config import AttentionOptions, GenerationOptions, ModelOptions, Settings
-from magicpig_cli.errors import MagicpigError
+from magicpig_cli.errors import UsageError
 from magicpig_cli.events import Finished, StepStats
 from magicpig_cli.ui import console
 from magicpig_cli.units import parse_token_list, parse_tokens
@@ -58,16 +58,13 @@ class _Size:
 
 def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
-    try:
+
+    def work() -> None:
         result = _run(options)
-    except MagicpigError as problem:
-        console.error(problem)
-        return problem.exit_code
-    except KeyboardInterrupt:
-        return 130
-    _say_goals(result)
-    print(json.dumps(result) if options.json else _table(result))
-    return 0
+        _say_goals(result)
+        print(json.dumps(result) if options.json else _table(result))
+
+    return console.exit_status(work)
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -91,6 +88,8 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     from magicpig_cli.engine.engine import Engine
 
     sizes = parse_token_list(options.sizes)
+    if min(sizes) < 1 or options.gen_tokens < 2 or options.rounds < 1:
+        raise UsageError("sizes and rounds are at least 1, an answer has at least 2 tokens: its first takes no step")
     settings = Settings(
         ModelOptions("demo", quantize=options.quantize), AttentionOptions(mode=options.attention),
         threads=options.threads,

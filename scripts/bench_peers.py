@@ -21,7 +21,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 from magicpig_cli.bench import llama_cpp
 from magicpig_cli.bench.peers import GOALS, PREFILL_GOAL, Measured, Ours, PeersRequest, document, measure
 from magicpig_cli.config import ModelOptions, Settings
-from magicpig_cli.errors import MagicpigError, UsageError
+from magicpig_cli.errors import UsageError
 from magicpig_cli.model import demo
 from magicpig_cli.ui import console
 from magicpig_cli.units import format_tokens, parse_token_list
@@ -35,19 +35,16 @@ _POINTS = (1024, 2048, 4096, 6144, 8192)  # where llama.cpp's line is measured
 
 def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
-    try:
+
+    def work() -> None:
         result = _run(options)
-    except MagicpigError as problem:
-        console.error(problem)
-        return problem.exit_code
-    except KeyboardInterrupt:
-        return 130
-    _say_goals(result)
-    if options.json:
-        print(json.dumps(result))
-    else:
-        _print_table(result)
-    return 0
+        _say_goals(result)
+        if options.json:
+            print(json.dumps(result))
+        else:
+            _print_table(result)
+
+    return console.exit_status(work)
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:

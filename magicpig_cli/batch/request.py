@@ -90,14 +90,11 @@ class RequestMaker:
     def sequence_tokens(self, line: Line, prompt_tokens: int) -> int:
         """How long the sequence may become. Raises BadLine if there is no memory for that."""
         asked = prompt_tokens + (self._parameters(line).max_tokens or 1)
-        tokens = min(prompt_tokens + self._wanted(line), self.plan.context)
+        wanted = resolve_sampling(self._parameters(line), self.generation_config).max_tokens
+        tokens = min(prompt_tokens + wanted, self.plan.context)
         if asked > self.plan.context or self.plan.sequence_bytes(tokens) > self.plan.budget_bytes:
             raise BadLine(INSUFFICIENT_MEMORY, too_large(self.plan, max(asked, tokens)))
         return tokens
-
-    def _wanted(self, line: Line) -> int:
-        """Answer tokens, where there is room for them."""
-        return resolve_sampling(self._parameters(line), self.generation_config).max_tokens
 
     def key(self, line: Line, prompt: Prompt, twin: int) -> bytes:
         """16 bytes that change with everything that decides the answer: model, text, parameters, the line's own id.
@@ -105,7 +102,7 @@ class RequestMaker:
         No two lines of an input have the same. How much memory is free just then makes no difference.
         """
         sampling = resolve_sampling(self.options(line, prompt, twin), self.generation_config)
-        sampling = replace(sampling, max_tokens=min(self._wanted(line), self.longest - len(prompt.ids)))
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, self.longest - len(prompt.ids)))
         name = line.custom_id if line.named else twin
         return bytes.fromhex(_digest([self.identity, name, prompt.digest, asdict(sampling)]))
 

@@ -130,12 +130,11 @@ def _contiguous(rows: torch.Tensor) -> np.ndarray:
 
 def file_bytes(snap: Snapshot, identity: dict[str, Any], sampler: dict[str, Any] | None) -> int:
     """How large the file will be."""
-    header, checksums = _header(snap, identity, sampler)
-    return 8 + len(header) + 4 * checksums + sum(shape_bytes(kind, shape) for _, kind, shape in snap.tensors())
+    return _header(snap, identity, sampler)[2]
 
 
-def _header(snap: Snapshot, identity: dict[str, Any], sampler: dict[str, Any] | None) -> tuple[bytes, int]:
-    """The JSON that a safetensors file begins with, and how many checksums come after it."""
+def _header(snap: Snapshot, identity: dict[str, Any], sampler: dict[str, Any] | None) -> tuple[bytes, int, int]:
+    """The JSON that a safetensors file begins with, how many checksums come after it, and bytes of the whole file."""
     data = sum(shape_bytes(kind, shape) for _, kind, shape in snap.tensors())
     checksums = 1 + -(-data // PIECE)  # of the header, then of what follows the checksums
     facts = {"sampler": sampler, "sink": snap.sink, "layers": snap.index_facts()}
@@ -150,7 +149,8 @@ def _header(snap: Snapshot, identity: dict[str, Any], sampler: dict[str, Any] | 
         entries[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(entries, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8), checksums
+    text += b" " * (-len(text) % 8)
+    return text, checksums, 8 + len(text) + at
 
 
 def require_space(path: Path, size: int) -> None:
@@ -176,9 +176,8 @@ def write(
     temporary_name, mode: see `files.replacement`. go_on: called before each piece; what it raises ends the writing, and
     the old file stays. Raises MagicpigError.
     """
-    size = file_bytes(snap, identity, sampler)
+    header, checksums, size = _header(snap, identity, sampler)
     require_space(path, size)
-    header, checksums = _header(snap, identity, sampler)
     try:
         with replacement(path, temporary_name, mode) as file:
             file.write(len(header).to_bytes(8, "little") + header + bytes(4 * checksums))

@@ -129,12 +129,12 @@ class RowStore:
             self._pool.give_back(block)
         self._make_ready()
 
-    def stored(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        """Rows [start, stop) as they lie here, [Hkv, ≤ block_rows, 2, W] of NUMPY_TYPE: views without copying."""
+    def stored(self, start: int, stop: int, at_most: int | None = None) -> Iterator[np.ndarray]:
+        """Rows [start, stop) as they lie here, [Hkv, ≤ at_most, 2, W] of NUMPY_TYPE: views, never beyond a block."""
         size = self._pool.block_rows
         while start < stop:
             index, offset = divmod(start, size)
-            step = min(size - offset, stop - start)
+            step = min(size - offset, stop - start, at_most or size)
             yield self._arrays[index][:, offset : offset + step]
             start += step
 
@@ -155,13 +155,8 @@ class RowStore:
 
     def views(self, start: int, stop: int, at_most: int) -> Iterator[torch.Tensor]:
         """Rows [start, stop) as [Hkv, ≤ at_most, 2, D]: views without copying, or float32 copies of int8 rows."""
-        size = self._pool.block_rows
-        while start < stop:
-            index, offset = divmod(start, size)
-            step = min(size - offset, stop - start, at_most)
-            stored = self._blocks[index][:, offset : offset + step]
-            yield as_tensor(kernels.widen(as_array(stored))) if self._pool.dtype == "int8" else stored
-            start += step
+        for rows in self.stored(start, stop, at_most):
+            yield as_tensor(kernels.widen(rows) if self._pool.dtype == "int8" else rows)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """A copy of rows [start, stop) as [Hkv, n, 2, D]."""

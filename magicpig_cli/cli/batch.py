@@ -150,7 +150,7 @@ def _refuse_contradictions(options: Options) -> None:
 @contextlib.contextmanager
 def _reserved(options: Options, source: JsonlSource) -> Iterator[OutputPaths | None]:
     """The files of this run, locked for it; None = everything goes to a stream. Raises UsageError, MagicpigError."""
-    from magicpig_cli.batch.lock import locked
+    from magicpig_cli.lock import locked
 
     paths = _paths(options, source)
     if paths is None:

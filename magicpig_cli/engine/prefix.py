@@ -38,6 +38,10 @@ class SharedPrefix:
             prefix.users -= 1
             if prefix.users > 0:
                 return
-            if prefix.sequence is not None:
-                prefix.sequence.release()
-                prefix.sequence = None
+            prefix.forget()
+
+    def forget(self) -> None:
+        """Free its sequence, if it has been read. Forks of it live on."""
+        if self.sequence is not None:
+            self.sequence.release()
+            self.sequence = None

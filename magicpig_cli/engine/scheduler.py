@@ -35,8 +35,7 @@ from magicpig_cli.events import (
     WaitingForMemory,
 )
 from magicpig_cli.kernels.memory import give_back_freed
-from magicpig_cli.planner.memory import sequence_parts, written_out
-from magicpig_cli.units import format_bytes
+from magicpig_cli.planner.memory import sequence_parts, too_large, written_out
 
 if TYPE_CHECKING:
     from magicpig_cli.engine.engine import Engine
@@ -83,6 +82,12 @@ class _Answer:
     @property
     def key(self) -> str:
         return self.request.key
+
+    @property
+    def rows(self) -> Sequence:
+        """The sequence of an answer whose prompt has been read."""
+        assert self.sequence is not None
+        return self.sequence
 
     @property
     def longest(self) -> int:
@@ -162,9 +167,7 @@ class Scheduler:
             for answer in self._opened():
                 answer.close()
             for prefix in self._prefixes:
-                if prefix.sequence is not None:
-                    prefix.sequence.release()
-                    prefix.sequence = None
+                prefix.forget()
 
     def _opened(self) -> list[_Answer]:
         return self._running + ([self._reading] if self._reading else [])
@@ -263,9 +266,8 @@ class Scheduler:
         return self._engine.admission.bytes_of(prefix.tokens, prefix.parent)
 
     def _too_large(self, answer: _Answer, free: int) -> MemoryBudgetError:
-        parts = sequence_parts(self._engine.plan, answer.longest)
         return MemoryBudgetError(
-            f"{answer.longest:,} tokens take {written_out(parts)}; {format_bytes(max(0, free))} are free",
+            too_large(self._engine.plan, answer.longest, max(0, free)),
             hint="close other programs, or allow shorter answers (--max-tokens)",
         )
 
@@ -336,9 +338,7 @@ class Scheduler:
         """One decode step of all running answers."""
         answers = list(self._running)
         try:
-            step = self._engine.runner.decode(
-                [answer.sequence for answer in answers if answer.sequence is not None], [a.tokens[-1] for a in answers]
-            )
+            step = self._engine.runner.decode([a.rows for a in answers], [a.tokens[-1] for a in answers])
         except (MemoryError, RuntimeError) as error:
             yield from self._run_out(error)
             return

@@ -66,12 +66,13 @@ def sequence_parts(plan: Plan, tokens: int, batch: int = 1) -> tuple[Part, ...]:
     )
 
 
-def too_large(plan: Plan, tokens: int) -> str:
+def too_large(plan: Plan, tokens: int, free_bytes: int | None = None) -> str:
     """`a sequence of 9,000 tokens takes 0.4 GiB keys and values + 0.3 GiB index = 0.7 GiB, but 0.5 GiB of memory are
-    free for sequences`: what is wrong with one that exceeds the plan's budget by itself."""
+    free for sequences`: what is wrong with one that exceeds the plan's budget by itself, or what is free just now."""
+    free = plan.budget_bytes if free_bytes is None else free_bytes
     return (
         f"a sequence of {tokens:,} tokens takes {written_out(sequence_parts(plan, tokens))}, but "
-        f"{format_bytes(plan.budget_bytes)} of memory are free for sequences"
+        f"{format_bytes(free)} of memory are free for sequences"
     )
 
 

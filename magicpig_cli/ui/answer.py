@@ -75,15 +75,10 @@ def stream_answer(
                 raise MagicpigError(event.message, event.hint)
             elif isinstance(event, Finished):
                 finished = event
-                if text is not None and not _was_dropped(finished):
+                if text is not None and not finished.dropped:
                     text.finish(event.tail)
     assert finished is not None, "a request ends with Finished or Failed"
     return finished
-
-
-def _was_dropped(finished: Finished) -> bool:
-    """Whether it was interrupted before there was an answer."""
-    return finished.reason == "interrupted" and not finished.token_ids
 
 
 def show_notices(engine: Engine, *, quiet: bool) -> None:

@@ -13,11 +13,11 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from magicpig_cli.errors import MagicpigError
+from magicpig_cli.errors import INTERRUPTED, MagicpigError
 from magicpig_cli.units import format_seconds
 
 if TYPE_CHECKING:
@@ -69,7 +69,12 @@ def _styled() -> bool:
 def styles_text(stream: TextIO) -> bool:
     """Whether text that goes there may be styled, with bullets and lines: a terminal that has colours and UTF-8."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return stream.isatty() and not plain and (stream.encoding or "").lower().replace("-", "") == "utf8"
+    return stream.isatty() and not plain and shows_utf8(stream)
+
+
+def shows_utf8(stream: TextIO) -> bool:
+    """Whether every character can be written there."""
+    return (stream.encoding or "").lower().replace("-", "") == "utf8"
 
 
 def printable(text: str) -> str:
@@ -107,6 +112,18 @@ def error(problem: MagicpigError | str) -> None:
         _write("hint: " + _one_line(hint))
 
 
+def exit_status(work: Callable[[], object]) -> int:
+    """Do the work of a script: what goes wrong is told as the command tells it. Returns the exit status."""
+    try:
+        work()
+    except MagicpigError as problem:
+        error(problem)
+        return problem.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
 def print_last(text: str) -> None:
     """A result on stdout at the end of a run that ends early: if nobody can read it any more, so be it."""
     try:
@@ -128,20 +145,11 @@ def lasting_stderr() -> Iterator[None]:
         yield
 
 
-class _Lasting(io.TextIOBase):
-    """Stands for stderr."""
+class InPlaceOf(io.TextIOBase):
+    """Stands for another stream; subclasses say what becomes of what is written."""
 
     def __init__(self, real: TextIO) -> None:
         self._real = real
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self._real.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._real.flush()
 
     def isatty(self) -> bool:
         return self._real.isatty()
@@ -152,6 +160,19 @@ class _Lasting(io.TextIOBase):
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return self._real.encoding
+
+
+class _Lasting(InPlaceOf):
+    """Loses what cannot be written."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._real.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._real.flush()
 
 
 def _one_line(text: str) -> str:

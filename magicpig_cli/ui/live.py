@@ -228,11 +228,11 @@ class PanelView(View):
         self._due_at = 0.0
 
 
-class _Notices(io.TextIOBase):
+class _Notices(console.InPlaceOf):
     """Stands for stderr while a panel is there, and hands over whole lines."""
 
     def __init__(self, real: TextIO, note: Callable[[str], None]) -> None:
-        self._real = real
+        super().__init__(real)
         self._note = note
         self._begun = ""
 
@@ -249,16 +249,6 @@ class _Notices(io.TextIOBase):
             self._real.write(begun)
             self._real.flush()
 
-    def isatty(self) -> bool:
-        return self._real.isatty()
-
-    def fileno(self) -> int:
-        return self._real.fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._real.encoding
-
 
 def _frame_maker(state: LiveState, out: TextIO) -> Frame:
     """Rows of the panel for a terminal of so many columns and rows; none where it has no room."""
@@ -267,7 +257,7 @@ def _frame_maker(state: LiveState, out: TextIO) -> Frame:
     from magicpig_cli.ui.live_panel import MAX_WIDTH, MIN_WIDTH, ROWS, Look, render
 
     colour = not os.environ.get("NO_COLOR")
-    look = Look(colour, utf8=(out.encoding or "").lower().replace("-", "") == "utf8")
+    look = Look(colour, utf8=console.shows_utf8(out))
     rich = Console(
         file=io.StringIO(), force_terminal=True, color_system="standard" if colour else None, legacy_windows=False,
         markup=False, highlight=False, emoji=False, width=MAX_WIDTH,

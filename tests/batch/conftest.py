@@ -22,7 +22,8 @@ from magicpig_cli.engine.conversation import ChatCodec
 from magicpig_cli.hardware import Hardware
 from magicpig_cli.model.shape import shape_from_config
 from magicpig_cli.planner import Plan, plan
-from tests.batch.desk import Desk, as_bytes
+from tests.batch.desk import FAILS, Desk, as_bytes
+from tests.batch.fakes import FakeEngine
 from tests.text.vocabularies import CHATML, byte_level
 from tests.tiny import tiny_config, tiny_model
 
@@ -96,6 +97,14 @@ def desks(maker, planned, tmp_path_factory, monkeypatch) -> Callable[[], Desk]:
     could see the difference."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     return lambda: Desk(tmp_path_factory.mktemp("desk"), maker(raw=True), planned, monkeypatch)
+
+
+@pytest.fixture
+def desk(desks) -> Desk:
+    """One of them, whose engine fails the lines that `FAILS` names."""
+    made = desks()
+    made.engine = FakeEngine(fails=FAILS)
+    return made
 
 
 @pytest.fixture

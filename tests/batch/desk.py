@@ -26,10 +26,25 @@ from magicpig_cli.batch.request import RequestMaker
 from magicpig_cli.cli import batch as command
 from magicpig_cli.cli import batch_run
 from magicpig_cli.config import Settings
+from magicpig_cli.events import Finished
 from magicpig_cli.planner import Plan
 from tests.batch.fakes import FakeEngine
 
 CRASHED = 77  # exit status of a fork that ended itself
+
+
+LINES: tuple[Any, ...] = (
+    {"id": "a", "prompt": "a question", "max_tokens": 4},
+    {"prompt": "the same"},
+    {"id": "bad", "prompt": 1},
+    {"prompt": "the same"},
+    {"id": "fails", "prompt": "!"},
+    {"prompt": "né", "temperature": 0.5},
+    {"prompt": 2},
+    {"id": "z", "prompt": "last one", "max_tokens": 3},
+)
+GOOD_LINES = 5
+FAILS = frozenset({ord("!")})
 
 
 def as_bytes(*lines: Any) -> bytes:
@@ -192,3 +207,26 @@ def wait_for_records(path: Path, count: int, running: subprocess.Popen[str]) -> 
 
 
 MANY = [{"id": str(n), "prompt": f"Question {n}", "max_tokens": 100} for n in range(2000)]
+
+
+class Stopping(FakeEngine):
+    """Asks for an end after so many answers, as a signal does."""
+
+    after: int = 10**9
+    signals: Signals | None = None
+
+    def generate(self, requests, batch_size, max_delay_s):
+        for event in super().generate(requests, batch_size, max_delay_s):
+            yield event
+            if isinstance(event, Finished) and len(self.finished) >= self.after and self.signals is not None:
+                self.signals.asked = True
+
+
+def stopped(desk: Desk, after: int, **changes: Any) -> int:
+    """A run that ends after so many answers; the engine is a new one then."""
+    signals, engine = Signals(), Stopping(fails=desk.engine.fails)
+    engine.after, engine.signals = after, signals
+    desk.engine = engine
+    code = desk.run(signals=signals, **changes)
+    desk.engine = FakeEngine(fails=engine.fails)
+    return code

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import random
-import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -16,53 +13,9 @@ from hypothesis import strategies as st
 
 from magicpig_cli.batch.interrupt import Signals
 from magicpig_cli.config import AttentionOptions, GenerationOptions, ModelOptions, Settings
-from magicpig_cli.errors import MagicpigError, UsageError
-from magicpig_cli.events import Finished, StepStats
-from tests.batch.desk import CRASHED, Desk, as_bytes, crash_at, ended, killed_after
+from magicpig_cli.errors import UsageError
+from tests.batch.desk import FAILS, GOOD_LINES, LINES, Desk, as_bytes, stopped
 from tests.batch.fakes import FakeEngine
-
-LINES: tuple[Any, ...] = (
-    {"id": "a", "prompt": "a question", "max_tokens": 4},
-    {"prompt": "the same"},
-    {"id": "bad", "prompt": 1},
-    {"prompt": "the same"},
-    {"id": "fails", "prompt": "!"},
-    {"prompt": "né", "temperature": 0.5},
-    {"prompt": 2},
-    {"id": "z", "prompt": "last one", "max_tokens": 3},
-)
-GOOD_LINES = 5
-FAILS = frozenset({ord("!")})
-
-
-class Stopping(FakeEngine):
-    """Asks for an end after so many answers, as a signal does."""
-
-    after: int = 10**9
-    signals: Signals | None = None
-
-    def generate(self, requests, batch_size, max_delay_s):
-        for event in super().generate(requests, batch_size, max_delay_s):
-            yield event
-            if isinstance(event, Finished) and len(self.finished) >= self.after and self.signals is not None:
-                self.signals.asked = True
-
-
-def stopped(desk: Desk, after: int, **changes: Any) -> int:
-    """A run that ends after so many answers; the engine is a new one then."""
-    signals, engine = Signals(), Stopping(fails=desk.engine.fails)
-    engine.after, engine.signals = after, signals
-    desk.engine = engine
-    code = desk.run(signals=signals, **changes)
-    desk.engine = FakeEngine(fails=engine.fails)
-    return code
-
-
-@pytest.fixture
-def desk(desks) -> Desk:
-    made = desks()
-    made.engine = FakeEngine(fails=FAILS)
-    return made
 
 
 def test_a_finished_run_is_not_run_again(desk):
@@ -477,119 +430,3 @@ def test_an_output_of_something_else_is_left_alone(desk, manifest):
     assert "--overwrite" in str(refused.value.hint)
     assert desk.answers.read_bytes() == b'{"custom_id": "line-1"}\n'
     assert desk.loaded == 0
-
-
-# Killed
-
-
-FILES = ("batch/resume.py", "batch/writer.py", "batch/summary.py", "batch/lock.py", "magicpig_cli/files.py")
-
-
-def restore(desk: Desk, files: dict[str, bytes]) -> None:
-    for path in desk.directory.iterdir():
-        path.unlink()
-    for name, content in files.items():
-        (desk.directory / name).write_bytes(content)
-
-
-CHANGED = (
-    {"prompt": "new"},
-    LINES[3],
-    {"id": "bad", "prompt": 1},
-    LINES[0],
-    {"prompt": "!"},
-    {"prompt": 3},
-    LINES[1],
-    *LINES[5:],
-)
-
-
-def test_killed_at_every_line_of_the_code_that_touches_files(desk):
-    """Each of these kills leaves a state from which a run goes on to the same result."""
-    desk.write(*LINES)
-    stopped(desk, 4)
-    desk.answers.write_bytes(desk.answers.read_bytes() + b'{"id": "torn')
-    desk.write(*CHANGED)
-    files = {path.name: path.read_bytes() for path in desk.directory.iterdir()}
-    wanted = desk.clean_result()
-    kept = json.loads(json.dumps(wanted))
-    assert kept
-    for count in itertools.count(1, 3):
-        restore(desk, files)
-        child = desk.forked(lambda: crash_at(count, FILES, lambda: desk.run(resume=True, ordered=True)))  # noqa: B023
-        code = ended(child)
-        desk.engine = FakeEngine(fails=FAILS)
-        assert desk.run(resume=True, ordered=True) == 3
-        assert desk.result() == wanted, count
-        assert desk.leftovers() == set()
-        if code != CRASHED:
-            assert code == 3
-            break
-    assert count > 300
-
-
-def test_killed_at_every_line_of_a_first_run(desk):
-    desk.write(*LINES)
-    wanted = desk.clean_result()
-    for count in itertools.count(1, 3):
-        restore(desk, {"in.jsonl": as_bytes(*LINES)})
-        code = ended(desk.forked(lambda: crash_at(count, FILES, desk.run)))  # noqa: B023
-        desk.engine = FakeEngine(fails=FAILS)
-        assert desk.run(resume=True) == 3
-        assert desk.result() == wanted, count
-        assert desk.leftovers() == set()
-        if code != CRASHED:
-            assert code == 3
-            break
-    assert count > 100
-
-
-class Slow(FakeEngine):
-    """Takes two milliseconds for a step."""
-
-    def generate(self, requests, batch_size, max_delay_s):
-        for event in super().generate(requests, batch_size, max_delay_s):
-            if isinstance(event, StepStats):
-                time.sleep(0.002)
-            yield event
-
-
-def test_killed_at_random_moments_until_it_is_done(desk):
-    """60 lines, SIGKILL from outside while it reads back, rewrites and writes; sometimes lines have moved."""
-    chance = random.Random(5)
-    lines = [{"id": str(n), "prompt": f"question {n % 50}"} if n % 3 else {"prompt": f"{n % 7}"} for n in range(60)]
-    desk.write(*lines)
-    desk.engine = Slow()
-    kills = done = 0
-    while kills < 40:
-        if kills % 5 == 4:
-            chance.shuffle(lines)
-            desk.write(*lines)
-        kills += killed_after(desk.forked(lambda: desk.run(resume=True)), chance.uniform(0.01, 0.08))
-        before, done = done, desk.answers.read_bytes().count(b"\n") if desk.answers.exists() else 0
-        assert done >= before  # none is lost
-        if done == len(lines):  # something else to do
-            lines, done = [{"id": f"{kills} {n}", "prompt": f"question {n}"} for n in range(60)], 0
-            desk.write(*lines)
-    assert desk.run(resume=True) == 0
-    assert desk.result() == desk.clean_result()
-
-
-def test_a_full_disk_while_files_are_rewritten(desk, monkeypatch):
-    desk.write(*LINES)
-    desk.run()
-    desk.write(*CHANGED)
-    before = desk.answers.read_bytes()
-    import magicpig_cli.files as files
-
-    def full(_descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(files.os, "fsync", full)
-        with pytest.raises(MagicpigError, match="No space left"):
-            desk.run(resume=True)
-    assert desk.answers.read_bytes() == before
-    assert desk.leftovers() == set()
-    desk.run(resume=True)
-    assert desk.result() == desk.clean_result()

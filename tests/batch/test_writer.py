@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from magicpig_cli.batch import writer
-from magicpig_cli.batch.lock import locked
 from magicpig_cli.batch.writer import Output, OutputPaths, RecordFile, write_manifest
 from magicpig_cli.errors import MagicpigError, UsageError
+from magicpig_cli.lock import locked
 
 
 class Raw(io.FileIO):
@@ -250,7 +250,7 @@ HOLDER = """
 import sys
 import time
 from pathlib import Path
-from magicpig_cli.batch.lock import locked
+from magicpig_cli.lock import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -70,8 +70,8 @@ def _go_on(chat: Chat, name: str, loaded: Loaded) -> None:
     chat.replace(loaded)
     for line in loaded.notices:
         console.say(line)
-    turns = sum(message["role"] == "user" for message in loaded.messages)
-    console.say(f"{name}: {turns:,} {'turn' if turns == 1 else 'turns'}; the conversation goes on")
+    turns = "1 turn" if loaded.turns == 1 else f"{loaded.turns:,} turns"
+    console.say(f"{name}: {turns}; the conversation goes on")
 
 
 def list_sessions(chat: Chat, _: str) -> None:

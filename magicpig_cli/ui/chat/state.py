@@ -117,7 +117,7 @@ class Chat:
         except MagicpigError as error:
             console.error(error)
             return None
-        if finished.reason == "interrupted" and not finished.token_ids:
+        if finished.dropped:
             console.say("interrupted before there was an answer")
             return None
         return finished
