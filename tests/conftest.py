@@ -6,6 +6,7 @@ torch is imported where it is needed: many tests do without.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 # How long an example takes depends on who else uses the cores; that is no property of the code.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts behind with Ctrl-C ignored
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests of fetching bring their own Hub
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the command sets it, before torch is loaded
 
