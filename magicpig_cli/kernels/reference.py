@@ -276,7 +276,7 @@ def _rotated(x: np.ndarray, cosine: np.ndarray | None, sine: np.ndarray | None) 
 def block_output(x: np.ndarray, attended: np.ndarray, block: Block, threads: int) -> np.ndarray:
     """The block's output float32 [M, E]."""
     added = x + _normed(multiply(attended, block.output, threads).reshape(x.shape), block.after_attention)
-    both = multiply(_normed(added, block.before_mlp), block.gate_up, threads).reshape(2, len(x), -1)
+    both = multiply(_normed(added, block.before_mlp), block.gate_up, threads).reshape(2, len(x), block.down.inner)
     gate, up = both.astype(np.float64)
     at = gate if block.activation == "silu" else 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
     with np.errstate(over="ignore"):
