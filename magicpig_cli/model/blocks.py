@@ -28,6 +28,8 @@ from magicpig_cli.kernels import Activation, Norm
 from magicpig_cli.model import hook
 from magicpig_cli.model.stored import Part, StoredLinear, weights_of
 
+Rotary = tuple[torch.Tensor, torch.Tensor]  # cosine and sine, float32 [B or 1, 1, R]
+
 _POSITIONS = (3, 1234)  # of the tokens that both ways are run on
 _SAME = 1e-4  # of the largest value: what differs less is rounding; measured 1e-6, and a residual left out is 1
 
@@ -69,9 +71,25 @@ class _Call:
     """One call of a block's own forward in a trial."""
 
     x: torch.Tensor  # [B, 1, E]
-    rotary: tuple[torch.Tensor, torch.Tensor]
+    rotary: Rotary
     attended: _Attended
     out: torch.Tensor
+
+
+class _Angles:
+    """Rotary angles as the kernels take them: a forward gives all of its blocks the same tensors."""
+
+    def __init__(self) -> None:
+        self._last: Rotary | None = None  # kept, so that no other tensor is it
+        self._arrays: tuple[np.ndarray, np.ndarray] | None = None
+
+    def arrays(self, rotary: Rotary, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Cosine and sine, float32 [count, R]."""
+        last, arrays = self._last, self._arrays
+        if last is None or arrays is None or last[0] is not rotary[0] or last[1] is not rotary[1]:
+            cosine, sine = (part.expand(count, 1, -1).reshape(count, -1).contiguous().numpy() for part in rotary)
+            self._last, self._arrays = rotary, (arrays := (cosine, sine))
+        return arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +97,14 @@ class _Step:
     """A block as the kernels compute it, and how its attention is called."""
 
     block: kernels.Block
-    rotated: bool  # some layers of some families have no positions
+    angles: _Angles | None  # None: some layers of some families have no positions
     layer: int
     window: int | None
     rule: LogitRule
 
-    def inputs(self, x: np.ndarray, rotary: tuple[torch.Tensor, torch.Tensor]) -> Iterator[torch.Tensor]:
+    def inputs(self, x: np.ndarray, rotary: Rotary) -> Iterator[torch.Tensor]:
         """q [B, H, 1, D], k and v [B, Hkv, 1, D] of x [B, E]."""
-        angles = None
-        if self.rotated:
-            cosine, sine = (part.expand(len(x), 1, -1).reshape(len(x), -1).numpy() for part in rotary)
-            angles = cosine, sine
+        angles = None if self.angles is None else self.angles.arrays(rotary, len(x))
         parts = kernels.block_inputs(x, self.block, angles, threads=torch.get_num_threads())
         return (torch.from_numpy(part).unsqueeze(2) for part in parts)
 
@@ -109,11 +124,11 @@ def compute_by_kernels(model: PreTrainedModel) -> int:
     found = {layer: block for layer in model.modules() if (block := _parts_of(layer, model.config.get_text_config()))}
     if not found:
         return 0
-    count = 0
+    count, angles = 0, _Angles()
     for layer, call in _own_calls(model, list(found)).items():
-        for rotated in (True, False):
+        for turned in (angles, None):
             attended = call.attended
-            step = _Step(found[layer], rotated, attended.layer, attended.window, attended.rule)
+            step = _Step(found[layer], turned, attended.layer, attended.window, attended.rule)
             if _same(step, call):
                 layer.forward = functools.partial(_forward, layer.forward, step)
                 count += 1
