@@ -16,8 +16,8 @@ from magicpig_cli.errors import MemoryBudgetError
 from magicpig_cli.hardware import Hardware
 from magicpig_cli.model.shape import ModelShape, shape_from_config
 from magicpig_cli.planner import Plan, plan
-from magicpig_cli.planner.choose import expected_ratio
 from magicpig_cli.planner.memory import device, reserved_host, total
+from magicpig_cli.planner.quality import expected_ratio
 from magicpig_cli.profiles import BUILT_IN, Profile, TableSize
 
 GIB, MIB = 1 << 30, 1 << 20
