@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""Native kernels of one instruction set. Names and arguments are those of magicpig_cli/kernels/reference.py.
+"""Native kernels of one instruction set. Names and arguments are those of magicpig_cli/kernels/reference.
 
 This source is compiled once per tier; what differs is the header behind MAGICPIG_VEC. Arguments are trusted: the door
 (magicpig_cli/kernels) has checked them. Work is cut into items by row counts; threads take items, so that no result
@@ -7,6 +7,8 @@ depends on how many threads there are.
 """
 
 import numpy as np
+
+from magicpig_cli.kernels.reference import pack_basis, rabitq_attend, rabitq_sample, rabitq_scores, sign_rows
 
 from libc.math cimport INFINITY, expf, logf, sqrtf
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t

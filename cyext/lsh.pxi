@@ -250,7 +250,7 @@ cdef int64_t _all_pieces(Parts parts, runs, Tables sources, const Shape* shape, 
 
 
 def lsh_attend(const float[:, :, ::1] q, const uint16_t[:, :, ::1] codes, groups, const float[::1] weights,
-               float scale, float softcap, int threads, runs):
+               double rate, key, float scale, float softcap, int threads, runs, bint with_error):
     """Output float32 [B, H, D], LSE float32 [B, H], sampled int64 [B, H], ns of retrieve, attend, window, merge (of all
     threads together), and of the call."""
     cdef int64_t began = now_ns(), started, count, rows
@@ -279,7 +279,7 @@ def lsh_attend(const float[:, :, ::1] q, const uint16_t[:, :, ::1] codes, groups
     out, lse, sampled = _merge(view, &shape, count, threads)
     stages = (*[sum([times[8 * i + stage] for i in range(threads)]) for stage in range(3)],
               (now_ns() - started) * threads)
-    return out, lse, sampled, stages, now_ns() - began
+    return out, lse, np.full_like(lse, np.nan), sampled, stages, now_ns() - began
 
 
 cdef struct AttendJob:
@@ -307,7 +307,7 @@ cdef void _attend_item(const void* work, int64_t item, int worker) noexcept nogi
         job.times[worker * 8 + 1] += now_ns() - began
 
 
-def lsh_sample(const uint16_t[:, :, ::1] codes, groups, int threads):
+def lsh_sample(const uint16_t[:, :, ::1] codes, groups, int threads, double rate, key):
     """Sampled rows of every sequence and query head: int64, ascending."""
     tables = [group.table for group in groups]
     cdef Tables sources = Tables(tables)

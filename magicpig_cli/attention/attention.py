@@ -114,7 +114,7 @@ class Attention:
         runs = [cache.runs(start) for cache, start in zip(caches, store_from, strict=True)]
         found = self._sampler.attend(layer, queries, list(caches), rule, record, runs, sampled)
         for b in [b for b, flag in enumerate(sampled) if flag]:
-            self._note(layer, caches, b, found, b, found.error[b], record)
+            self._note(layer, caches, b, found, b, found.error, record)
         self._measure(caches, sampled, queries, found.attended, rule, record)
         return found.attended
 
@@ -132,18 +132,20 @@ class Attention:
             merged = merge(Partial(near.out[picked], near.lse[picked]), found.attended)
             out, lse = near.out.clone(), near.lse.clone()
             out[picked], lse[picked] = merged.out, merged.lse
-            error = found.error * self._staging.to_host(share_of(found.attended, merged)).numpy()
+            error = found.error
+            if error is not None:
+                error = error * self._staging.to_host(share_of(found.attended, merged)).numpy()
         for row, b in enumerate(picked):
-            self._note(layer, caches, b, found, row, error[row], record)
+            self._note(layer, caches, b, found, row, error, record)
         attended = Partial(out, lse)
         self._measure(caches, [b in picked for b in range(len(caches))], queries, attended, rule, record)
         return attended
 
     def _note(
-        self, layer: int, caches: SequenceOf[LayerCache], b: int, found: Estimate, row: int, error: np.ndarray,
-        record: StepRecorder,
+        self, layer: int, caches: SequenceOf[LayerCache], b: int, found: Estimate, row: int,
+        error: np.ndarray | None, record: StepRecorder,
     ) -> None:  # fmt: skip
-        """Record what was sampled of sequence b, which is in this row of `found`, with the estimated error [H]."""
+        """Record what was sampled of sequence b, which is in this row of `found` and of the estimated errors [.., H]."""
         index = caches[b].index
         assert index is not None
         assert self._sampler is not None
@@ -153,10 +155,11 @@ class Attention:
             told.setdefault(layer, [None] * len(caches))
         record.sampled[layer][b] = int(found.sampled[row].sum())
         record.offloaded[layer][b] = index.length * found.sampled.shape[1]
-        record.squares[layer][b] = float(np.square(error, dtype=np.float64).mean())
+        if error is not None:
+            record.squares[layer][b] = float(np.square(error[row], dtype=np.float64).mean())
+            self._sampler.learn(index, error[row])
         if found.budget is not None:
             record.budgets[layer][b] = float(found.budget[row].mean(dtype=np.float64))
-        self._sampler.learn(index, error)
 
     def _measure(
         self, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], queries: torch.Tensor, attended: Partial,

@@ -71,7 +71,7 @@ class Estimate:
 
     attended: Partial  # on the device
     sampled: np.ndarray  # int64 [B, H], keys
-    error: np.ndarray  # float32 [B, H], ‖õ − o‖ / ‖o‖ as the sampled keys tell it
+    error: np.ndarray | None  # float32 [B, H], ‖õ − o‖ / ‖o‖ as the sampled keys tell it; None = not estimated
     budget: np.ndarray | None = None  # float32 [B, H], share of the keys that was to be sampled, where there is one
 
 
@@ -100,7 +100,7 @@ class Sampler(Protocol):
         ...
 
     def learn(self, index: Index, error: np.ndarray) -> None:
-        """Told the estimated relative error [H] of the step that has just sampled from an index."""
+        """Told the estimated relative error [H] of the step that has just sampled from an index, where there is one."""
         ...
 
     def forget(self, layer: int) -> None:
@@ -114,5 +114,4 @@ def as_estimate(done: kernels.Sampled, record: StepRecorder, staging: Staging, b
     for stage, nanoseconds in done.stage_ns.items():  # of all threads: share out the wall time
         record.add(stage, done.wall_ns * nanoseconds // spent)
     out, lse = (staging.to_device(torch.from_numpy(array)) for array in (done.out, done.lse))
-    assert done.error is not None, "the samplers ask for it"
     return Estimate(Partial(out, lse), done.sampled, done.error, budget)

@@ -223,7 +223,9 @@ class ModelRunner:
             stages_ms=stages,
             sampled={layer: sum(counts) for layer, counts in record.sampled.items()},
             offloaded={layer: sum(counts) for layer, counts in record.offloaded.items()},
-            squares={layer: _mean(of_layer) or 0.0 for layer, of_layer in record.squares.items()},
+            squares={
+                layer: mean for layer, of_layer in record.squares.items() if (mean := _mean(of_layer)) is not None
+            },
             budget=_mean(budgets),
         )
         per_sequence = [
