@@ -145,7 +145,7 @@ class Attention:
         self, layer: int, caches: SequenceOf[LayerCache], b: int, found: Estimate, row: int,
         error: np.ndarray | None, record: StepRecorder,
     ) -> None:  # fmt: skip
-        """Record what was sampled of sequence b, which is in this row of `found` and of the estimated errors [.., H]."""
+        """Record what was sampled of sequence b, which is in this row of `found`; error: as estimated, [.., H]."""
         index = caches[b].index
         assert index is not None
         assert self._sampler is not None
@@ -159,7 +159,7 @@ class Attention:
             record.squares[layer][b] = float(np.square(error[row], dtype=np.float64).mean())
             self._sampler.learn(index, error[row])
         if found.budget is not None:
-            record.budgets[layer][b] = float(found.budget[row].mean(dtype=np.float64))
+            record.budgets[layer][b] = round(float(found.budget[row].mean(dtype=np.float64)), 6)  # of float32
 
     def _measure(
         self, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], queries: torch.Tensor, attended: Partial,

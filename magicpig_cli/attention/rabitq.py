@@ -88,8 +88,8 @@ class RabitqSampler:
 
     def restored(self, layer: int, cache: LayerCache, saved: IndexReader) -> SignatureIndex:
         spec = cache.spec
-        blocks = SavedSignatures.read(saved, spec.kv_heads, spec.head_dim, self.bits).blocks
-        return SignatureIndex(self.basis(layer, spec.head_dim), cache.store, self._threads, blocks)
+        signatures = SavedSignatures.read(saved, spec.kv_heads, spec.head_dim, self.bits)
+        return SignatureIndex.restored(signatures, self.basis(layer, spec.head_dim), cache.store, self._threads)
 
     def learn(self, index: Index, error: np.ndarray) -> None:
         if self.target_error is not None:

@@ -233,7 +233,7 @@ def _figure(old: float, new: float, estimate: Estimate | None, inverse: bool = F
 
 def _vs_exact(old_rows: Mapping[Key, Row], new_rows: Mapping[Key, Row], at: Key) -> Row | None:
     """How the speed-up over exact attention changed; it cancels what slowed both modes of a run alike."""
-    control = ("exact", *at[1:4], None, None)
+    control = ("exact", *at[1:4], *[None] * (len(at) - 4))
     if at == control or control not in old_rows or control not in new_rows:
         return None
     pairs = [(rows[at], rows[control]) for rows in (old_rows, new_rows)]

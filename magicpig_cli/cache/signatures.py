@@ -33,6 +33,16 @@ def first_rows(block: SignatureBlock, rows: int) -> SignatureBlock:
     return SignatureBlock(*map(np.ascontiguousarray, parts))
 
 
+def up_to(blocks: Sequence[SignatureBlock], rows: int) -> list[SignatureBlock]:
+    """The blocks of the first rows, a multiple of SIGNATURE_ROWS; the last one may be cut."""
+    kept: list[SignatureBlock] = []
+    for block in blocks:
+        if rows:
+            kept.append(first_rows(block, min(rows, block.n)))
+            rows -= kept[-1].n
+    return kept
+
+
 def joined(blocks: Sequence[SignatureBlock]) -> SignatureBlock:
     """One block of the rows of several that follow each other."""
     return SignatureBlock(
@@ -155,12 +165,7 @@ class SignatureIndex(Index):
         if left >= self.length:
             return
         self.budgets = None
-        kept = []
-        for block in self.parts:
-            if left:
-                kept.append(first_rows(block, min(left, block.n)))
-                left -= kept[-1].n
-        self._hold(kept)
+        self._hold(up_to(self.parts, left))
         self._own_from = min(self._own_from, self.length)
 
     def fork(self, store: RowStore) -> SignatureIndex:
@@ -168,6 +173,12 @@ class SignatureIndex(Index):
         fork._store, fork._rows = store, SignedRows(store.table, self.parts)
         fork._own_from = self.length
         return fork  # budgets are replaced, never written to
+
+    @classmethod
+    def restored(cls, saved: SavedSignatures, basis: SignatureBasis, store: RowStore, threads: int) -> SignatureIndex:
+        """The index that `saved` was read of, as far as the store goes."""
+        rows = min(saved.rows, store.length // SIGNATURE_ROWS * SIGNATURE_ROWS)
+        return cls(basis, store, threads, tuple(up_to(saved.blocks, rows)))
 
     def saved(self, length: int) -> SavedSignatures:
         rows = min(self.length, length // SIGNATURE_ROWS * SIGNATURE_ROWS)

@@ -31,7 +31,8 @@ def of(
             lines.append(_tables(plan, settings, origin, too_large))
         else:
             lines += _signatures(plan, settings, profile)
-        lines.append(f"tail {plan.tail_of(str(plan.sampler)):g}: {_tail(plan, settings, profile)}")
+        if tail := plan.tail_of(str(plan.sampler)):
+            lines.append(f"tail {tail:g}: {_tail(plan, settings, profile)}")
         lines.append(_expected(plan, profile))
     lines += _unused(plan, settings)
     if plan.mode != "exact":
@@ -117,9 +118,9 @@ def _signatures(plan: Plan, settings: Settings, profile: Profile) -> list[str]:
 
 def _tail(plan: Plan, settings: Settings, profile: Profile) -> str:
     source = _source(settings.attention.tail, profile.tail, profile)
-    if plan.sampler == "lsh" and plan.table_tail_rate:
+    if plan.sampler == "lsh":
         return f"{source}, {plan.table_tail_rate:.2%} of the keys are drawn uniformly beside the tables"
-    return f"{source}, of what is sampled is drawn uniformly"
+    return f"{source}, share of the budget that is drawn uniformly"
 
 
 def _unused(plan: Plan, settings: Settings) -> list[str]:

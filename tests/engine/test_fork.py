@@ -15,7 +15,7 @@ from magicpig_cli.kernels.memory import touch
 
 CHUNK, BLOCK_ROWS = 128, 64
 PREFIX, STEPS = 1344, 70  # 1,276 offloaded keys: a segment where they are sampled; steps that move rows to the store
-WAYS = [(mode, rows) for mode in ("exact", "lsh") for rows in ("float32", "bfloat16", "int8")]
+WAYS = [(mode, rows) for mode in ("exact", "lsh", "rabitq") for rows in ("float32", "bfloat16", "int8")]
 
 
 def text(seed: int, count: int) -> list[int]:

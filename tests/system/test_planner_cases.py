@@ -104,7 +104,7 @@ def test_what_a_gpu_holds_of_llama():
             "reserve": 1536 * MIB,
             "activations": 2048 * per_token + 2 * 2048 * 32 * 512 * 4 + batch * 2 * 128_256 * 4,
             "hashing": 4096 * 1500 * 13,
-            "hash directions": 30 * 128 * 1500 * 4,
+            "random directions": 30 * 128 * 1500 * 4,
             "windows": batch * 32 * 8 * 132 * 512,
         }
     assert total(device(chosen, chosen.batch_size)) <= chosen.gpu.free_bytes

@@ -55,7 +55,7 @@ def test_a_batch_takes_the_sequences_part_so_often_and_the_rest_once():
     single, several = ({part.name: part.bytes for part in found.host} for found in (one, four))
     for name in ("keys and values", "index", "windows"):
         assert several[name] == 4 * single[name]
-    for name in ("weights", "program", "hash directions"):
+    for name in ("weights", "program", "random directions"):
         assert several[name] == single[name]
     assert one.host_bytes == sum(single.values())
 
