@@ -121,7 +121,7 @@ class LshSampler:
         queries = as_array(self._staging.to_host(q))
         done = kernels.lsh_attend(
             queries, codes, rows, self._weights, scale=rule.scale, softcap=rule.softcap, threads=self._threads,
-            tail=self.tail_rate, key=(self._hash_seed, layer), exact=exact, with_error=False,
+            tail=self.tail_rate, key=(self._hash_seed, layer), exact=exact,
         )  # fmt: skip
         return as_estimate(done, record, self._staging, None)
 

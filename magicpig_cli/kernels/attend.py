@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from magicpig_cli.config import MAX_SEED
 from magicpig_cli.kernels import isa
 from magicpig_cli.kernels.checks import want_array, want_int, want_queries, want_scale
 from magicpig_cli.kernels.rows import RowTable, want_run
@@ -135,7 +136,7 @@ def want_tail(name: str, share: float, key: tuple[int, int]) -> None:
     if not 0 <= share <= 1:
         raise ValueError(f"{name}: want 0 to 1, got {share}")
     seed, layer = key
-    want_int("hash seed", seed, 0, 2**63 - 1)
+    want_int("hash seed", seed, 0, MAX_SEED)
     want_int("layer", layer, 0, 2**31 - 1)
 
 
