@@ -212,7 +212,7 @@ class Grown:
         blocks = [place for place in self.blocks() if (place in theirs) == shared]
         known = {key for other in beside for key in other.segments()}
         segments = [segment.nbytes for key, segment in self.segments().items() if (key in known) == shared]
-        tail = self.index.tail_bytes if self.index and not shared else 0
+        tail = self.index.own_bytes if self.index and not shared else 0
         return len(blocks) * self.pool.block_bytes + sum(segments) + tail
 
 
