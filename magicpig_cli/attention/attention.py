@@ -139,16 +139,21 @@ class Attention:
         self, layer: int, caches: SequenceOf[LayerCache], picked: list[int], counts: list[int],
         queries: torch.Tensor, attended: Partial, rule: LogitRule, record: StepRecorder,
     ) -> None:  # fmt: skip
-        """Record what was sampled of the sequences `picked`, and how far their results are off if that is asked for."""
+        """Record what was sampled of the sequences `picked`, and how far their results are off."""
         record.sampled[layer], record.offloaded[layer] = [0] * len(caches), [0] * len(caches)
         for b, count in zip(picked, counts, strict=True):
             index = caches[b].index
             assert index is not None
             record.sampled[layer][b] = count
             record.offloaded[layer][b] = index.length * queries.shape[1]
-        if record.errors is not None:
-            chosen = [caches[b] for b in picked]
-            q = queries[picked].contiguous()
-            truth = attend_step(q, chosen, [0] * len(chosen), rule, self._threads, self._staging)
-            size = truth.out.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-            record.errors.append((attended.out[picked] - truth.out).norm(dim=-1) / size)
+        self._note_errors([caches[b] for b in picked], queries[picked], attended.out[picked], rule, record)
+
+    def _note_errors(
+        self, caches: list[LayerCache], queries: torch.Tensor, out: torch.Tensor, rule: LogitRule, record: StepRecorder
+    ) -> None:
+        """Record how far results [B, H, D] of these sequences are off, if that is asked for."""
+        if record.errors is None:
+            return
+        truth = attend_step(queries.contiguous(), caches, [0] * len(caches), rule, self._threads, self._staging)
+        size = truth.out.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+        record.errors.append((out - truth.out).norm(dim=-1) / size)

@@ -46,8 +46,10 @@ class ModelRunner:
     """Runs forwards of a model over sequences it has made, as the plan says."""
 
     def __init__(
-        self, model: PreTrainedModel, shape: ModelShape, plan: Plan, device: torch.device, hash_seed: int
-    ) -> None:
+        self, model: PreTrainedModel, shape: ModelShape, plan: Plan, device: torch.device, hash_seed: int,
+        attention: Callable[..., Attention] = Attention,
+    ) -> None:  # fmt: skip
+        """attention: makes what attends, called as `Attention` is."""
         self.model = model
         self.plan = plan
         self._device = device
@@ -64,7 +66,7 @@ class ModelRunner:
         if plan.row_dtype == "int8":
             self.key_rotation = self._staging.to_device(torch.from_numpy(rotation(shape.head_dim)))
         row_dtype = TORCH_DTYPE[window_type(plan.row_dtype)]
-        self._attention = Attention(sampler, row_dtype, plan.threads, self._staging, self.key_rotation)
+        self._attention = attention(sampler, row_dtype, plan.threads, self._staging, self.key_rotation)
         self._sequences: weakref.WeakSet[Sequence] = weakref.WeakSet()
 
     def new_sequence(self) -> Sequence:
@@ -112,7 +114,7 @@ class ModelRunner:
 
     def _samples_at(self, length: int, mode: str) -> bool:
         long_enough = self._window.offloaded(length + 1) >= INDEX_FROM
-        return long_enough and (mode == "lsh" or (mode == "auto" and length >= self.plan.auto_lsh_from))
+        return long_enough and mode != "exact" and (mode != "auto" or length >= self.plan.auto_lsh_from)
 
     def _indexed(self, layer: int) -> bool:
         return layer not in self.plan.dense_layers and self._specs[layer].window is None
