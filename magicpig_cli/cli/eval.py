@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from magicpig_cli.cli.options import SHARED_OPTIONS, AsJson, Quiet, command_options
+from magicpig_cli.cli.outputs import want_writable, write
 from magicpig_cli.cli.typed import command_with
 from magicpig_cli.config import MAX_SEED, Settings
 from magicpig_cli.errors import UsageError
@@ -108,7 +109,7 @@ def _evaluate(engine: Engine, request: Request, kept: Kept, target: _Target, arg
         _follow(evaluation, target.quiet)
     except BaseException:
         console.say(
-            f"{evaluation.done} of {evaluation.total} measurements are kept in {kept.path}; this goes on there:"
+            f"{evaluation.done} of {evaluation.total} measurements are in {kept.path}; this goes on from there:"
         )
         console.say(command_with(arguments, "eval", without=("--fresh",)))
         raise
@@ -157,9 +158,9 @@ class _Target:
             page.print_tables(rows)
         if self.output is not None:
             forms = {".json": document, ".csv": report.as_csv(rows), ".md": report.as_markdown(rows)}
-            self._write(self.output, forms[self.output.suffix.lower()].encode("utf-8", errors="replace"))
+            write(self.output, forms[self.output.suffix.lower()].encode("utf-8", errors="replace"))
         if self.plot is not None:
-            self._write(self.plot, plot.image(meta, rows, self.plot.suffix.lower()))
+            write(self.plot, plot.image(meta, rows, self.plot.suffix.lower()))
         if not self.quiet:
             for path in filter(None, (self.output, self.plot)):
                 console.say(f"written: {path}")
@@ -170,14 +171,14 @@ def _target(output: Path | None, plot: Path | None, tasks: tuple[str, ...], *, a
     if output is not None:
         if output.suffix.lower() not in _FORMATS or is_stream(output):
             raise UsageError(f"--output {output} does not end in {', '.join(_FORMATS)}", hint="--output eval.json")
-        _want_writable("--output", output)
+        want_writable("--output", output)
     if plot is not None:
         from magicpig_cli.evals.plot import refuse
 
         refuse(plot)
         if "kl" not in tasks:
             raise UsageError("--plot draws what the task kl measures", hint="--tasks kl")
-        _want_writable("--plot", plot)
+        want_writable("--plot", plot)
     return _Target(output, plot, as_json, quiet)
 
 

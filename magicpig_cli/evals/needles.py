@@ -1,4 +1,4 @@
-"""Tasks that hide facts in a text: one needle, one of many, ten pass keys, a chain of variables (RULER's NIAH and VT)."""
+"""Tasks that hide facts in a text: one needle, one of many, ten keys, a chain of variables (RULER's NIAH and VT)."""
 
 from __future__ import annotations
 

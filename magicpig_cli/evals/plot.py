@@ -18,7 +18,7 @@ _DPI = 150
 _MARKERS = "osD^vP*X"
 _METRICS = {"kl_mean": "KL(exact ‖ mode), nats per token", "attn_error": "relative error of attention outputs"}
 _COSTS = {
-    "sampled_ratio": "sampled, % of offloaded keys",
+    "sampled_ratio": "sampled, % of keys",
     "index_bytes_per_token": "index, bytes per token and KV head",
 }
 
@@ -51,11 +51,9 @@ def image(meta: dict[str, Any], rows: list[Row], suffix: str) -> bytes:
     for metric, line in zip(_METRICS, panels, strict=True):
         for cost, axes in zip(_COSTS, line, strict=True):
             _draw(axes, series(rows, metric, cost), meta, metric, cost)
-    handles = {
-        name: handle for axes in panels[0] for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
+    handles, names = panels[0][0].get_legend_handles_labels()  # everything that the other panels show is here
     if handles:
-        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=3, fontsize="small")
+        figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize="small")
     figure.suptitle(bench_plot.title(meta), fontsize="medium", parse_math=False)
     content = io.BytesIO()
     figure.savefig(content, format=suffix.lstrip("."))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from magicpig_cli.attention.oracle import BASELINES
+from magicpig_cli.bench.report import markdown_table
 from magicpig_cli.bench.report import meta as bench_meta
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.evals.continuation import BLOCK
@@ -67,8 +68,8 @@ def rows(results: Iterable[tuple[Unit, Record]], tasks: Sequence[str]) -> list[R
     """One row per (task, text, context, mode, metric), in the order of the results."""
     groups: dict[Group, dict[Mode, list[Record]]] = {}
     for unit, record in results:
-        group = groups.setdefault((unit.task, unit.text, unit.context), {})
-        group.setdefault(unit.mode, []).append(record | {"sample": unit.sample})
+        by_mode = groups.setdefault((unit.task, unit.text, unit.context), {})
+        by_mode.setdefault(unit.mode, []).append(record | {"sample": unit.sample})
     found: list[Row] = []
     for group, by_mode in groups.items():
         for mode, records in by_mode.items():
@@ -179,14 +180,9 @@ def as_csv(rows: list[Row]) -> str:
 
 def as_markdown(rows: list[Row]) -> str:
     """Both tables and what they mean."""
-    parts = []
-    for columns, lines in ((TASK_COLUMNS, task_cells(rows)), (TEXT_COLUMNS, text_cells(rows))):
-        if lines:
-            whole = [columns, ["---"] * len(columns), *lines]
-            parts.append(
-                "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in whole)
-            )
-    return "\n\n".join([*parts, "\n".join(f"- {line}" for line in notes(rows))]) + "\n"
+    tables = ((TASK_COLUMNS, task_cells(rows)), (TEXT_COLUMNS, text_cells(rows)))
+    parts = [markdown_table(columns, lines) for columns, lines in tables if lines]
+    return "\n".join([*parts, *(f"- {line}" for line in notes(rows))]) + "\n"
 
 
 def notes(rows: list[Row]) -> list[str]:
