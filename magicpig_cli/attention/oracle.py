@@ -5,6 +5,7 @@ Their steps cost more than exact attention, so they are no fast paths; `magicpig
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 
@@ -19,20 +20,21 @@ from magicpig_cli.cache.layer import LayerCache
 from magicpig_cli.cache.staging import Staging
 
 _FLOOR = 1e-30  # of a weight over the largest one: keys far below it count as equals
+_MOST_FLOATS = 1 << 26  # keys and values of KV heads that are looked at together
 
-Draws = Callable[[], torch.Tensor]  # uniform in [0, 1), float64 [G, N]
+Draws = Callable[[], torch.Tensor]  # uniform in [0, 1), float64 [.., N]
 Pick = Callable[[torch.Tensor, float, Draws], torch.Tensor]
 
 
 def pick_top(logits: torch.Tensor, budget: float, _: Draws) -> torch.Tensor:
-    """Logits [G, N] of the `budget`·N largest of each row (at least one), −∞ for the others."""
+    """Logits [.., N] of the `budget`·N largest of each row (at least one), −∞ for the others."""
     count = max(1, round(budget * logits.shape[-1]))
     values, keys = logits.topk(count, dim=-1)
     return torch.full_like(logits, -torch.inf).scatter_(-1, keys, values)
 
 
 def pick_oracle(logits: torch.Tensor, budget: float, draws: Draws) -> torch.Tensor:
-    """Logits − ln u [G, N] of keys that are drawn independently, each with its u; −∞ for the others.
+    """Logits − ln u [.., N] of keys that are drawn independently, each with its u; −∞ for the others.
 
     u is proportional to the key's softmax weight up to 1, and adds up to `budget`·N (paper section 3, where as many
     keys are drawn with replacement; here no key is counted twice).
@@ -42,18 +44,20 @@ def pick_oracle(logits: torch.Tensor, budget: float, draws: Draws) -> torch.Tens
 
 
 def oracle_probabilities(logits: torch.Tensor, budget: float) -> torch.Tensor:
-    """u = min(1, c·w) with c such that it adds up to `budget`·N in each row: float64 [G, N], at least 1e-300."""
+    """u = min(1, c·w) with c such that it adds up to `budget`·N in each row: float64 [.., N]."""
     weights = (logits.double() - logits.amax(dim=-1, keepdim=True)).exp().clamp_min(_FLOOR)
     keys = weights.shape[-1]
-    wanted = min(budget, 1.0) * keys
-    ordered = weights.sort(dim=-1, descending=True).values
-    rest = ordered.flip(-1).cumsum(-1).flip(-1)  # of this weight and all smaller ones
-    certain = torch.arange(keys, dtype=torch.float64, device=weights.device)  # if so many have u = 1
-    factor = (wanted - certain).clamp_min(0) / rest
-    first = (factor * ordered <= 1).double().argmax(dim=-1, keepdim=True)  # the largest weight with u ≤ 1
-    # Where even the smallest has u > 1, all are certain: the budget is everything.
-    factor = torch.where((factor * ordered <= 1).any(dim=-1, keepdim=True), factor.gather(-1, first), torch.inf)
-    return (factor * weights).clamp(1e-300, 1.0)
+    wanted = budget * keys
+    if wanted >= keys:
+        return torch.ones_like(weights)
+    # No more than `wanted` keys can have u = 1, so these and the next one are all that must be in order.
+    largest, places = weights.topk(min(keys, math.ceil(wanted) + 1), dim=-1)
+    others = weights.scatter(-1, places, 0.0).sum(dim=-1, keepdim=True)
+    rest = others + largest.flip(-1).cumsum(-1).flip(-1)  # of each of these and all smaller weights
+    certain = torch.arange(largest.shape[-1], dtype=torch.float64, device=weights.device)
+    factors = (wanted - certain).clamp_min(0) / rest  # c if the larger ones have u = 1
+    first = (factors * largest <= 1).double().argmax(dim=-1, keepdim=True)  # the largest weight with u ≤ 1
+    return (factors.gather(-1, first) * weights).clamp_max(1.0)
 
 
 BASELINES: Mapping[str, Pick] = {"topk": pick_top, "oracle": pick_oracle}
@@ -107,18 +111,21 @@ class FullScores(Attention):
                 np.random.Philox(key=self._hash_seed, counter=[0, 0, caches[b].length, layer])
             )
             rows = caches[b].store.read(0, caches[b].store.length)
+            together = max(1, _MOST_FLOATS // max(1, rows[0].numel()))
             group = queries.shape[1] // rows.shape[0]
-            for kv_head, head_rows in enumerate(rows):
-                heads = slice(kv_head * group, (kv_head + 1) * group)
-                keys, values = self._staging.to_device(head_rows).float().unbind(dim=1)
-                logits = self._choose(queries[b, heads] @ keys.T, rule, uniforms)
+            for first in range(0, rows.shape[0], together):
+                keys, values = self._staging.to_device(rows[first : first + together]).float().unbind(dim=2)
+                heads = slice(first * group, (first + keys.shape[0]) * group)
+                q = queries[b, heads].view(keys.shape[0], group, -1)
+                logits = self._choose(q @ keys.transpose(1, 2), rule, uniforms)  # [heads here, G, N]
                 counts[b] += int(torch.isfinite(logits).sum())
-                lse[b, heads] = logits.logsumexp(dim=-1)
-                out[b, heads] = logits.softmax(dim=-1).nan_to_num() @ values  # NaN: no key was drawn
+                lse[b, heads] = logits.logsumexp(dim=-1).flatten()
+                chosen = logits.softmax(dim=-1).nan_to_num() @ values  # NaN: no key was drawn
+                out[b, heads] = chosen.flatten(0, 1)
         return Partial(out, lse), counts
 
     def _choose(self, dots: torch.Tensor, rule: LogitRule, uniforms: np.random.Generator) -> torch.Tensor:
-        """Corrected logits [G, N] of products q·k."""
+        """Corrected logits of products q·k [Hkv, G, N]."""
         logits = dots * rule.scale
         if rule.softcap is not None:
             logits = rule.softcap * torch.tanh(logits / rule.softcap)

@@ -12,9 +12,11 @@ from magicpig_cli.units import format_tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 _SIZE_INCHES = (11.0, 8.0)
 _DPI = 150
+_LOWEST = 0.1  # of a value: how far a bar goes down at most, where 0 would be infinitely far
 _MARKERS = "osD^vP*X"
 _METRICS = {"kl_mean": "KL(exact ‖ mode), nats per token", "attn_error": "relative error of attention outputs"}
 _COSTS = {
@@ -69,7 +71,7 @@ def _draw(axes: Axes, found: Series, meta: dict[str, Any], metric: str, cost: st
         y = [row["value"] for row in points]
         ends = [row["ci95"] or (value, value) for row, value in zip(points, y, strict=True)]
         bars = [
-            [value - max(low, value / 100) for value, (low, _) in zip(y, ends, strict=True)],
+            [value - max(low, value * _LOWEST) for value, (low, _) in zip(y, ends, strict=True)],
             [high - value for value, (_, high) in zip(y, ends, strict=True)],
         ]
         full = " (full scores)" if mode in meta["full_scores"] else ""
@@ -79,8 +81,24 @@ def _draw(axes: Axes, found: Series, meta: dict[str, Any], metric: str, cost: st
             label=f"{mode}{full}, {text}, {format_tokens(context)}".replace("$", r"\$"),
         )  # fmt: skip
     if found:
-        axes.set_xscale("log")
-        axes.set_yscale("log")
+        _scale_axes(axes, cost)
     axes.set_xlabel(_COSTS[cost])
     axes.set_ylabel(_METRICS[metric])
-    axes.grid(True, which="both", alpha=0.3)
+    axes.grid(True, alpha=0.3)
+
+
+def _scale_axes(axes: Axes, cost: str) -> None:
+    """Errors and sizes span orders of magnitude, ratios do not."""
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
+
+    logarithmic: list[Axis] = [axes.yaxis]
+    axes.set_yscale("log")
+    if cost == "sampled_ratio":
+        axes.set_xlim(left=0)
+    else:
+        axes.set_xscale("log")
+        logarithmic.append(axes.xaxis)
+    for axis in logarithmic:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FormatStrFormatter("%g"))

@@ -30,17 +30,16 @@ FULL_SCORES = "reads all keys before it chooses: a research baseline, no fast pa
 TASK_COLUMNS = ("task", "text", "context", "mode", "accuracy", "kept", "gold logprob", "vs exact", "sampled", "index")
 TEXT_COLUMNS = ("text", "context", "mode", "KL", "perplexity", "attn error", "sampled", "index")
 TASK_RIGHT, TEXT_RIGHT = TASK_COLUMNS[2:3] + TASK_COLUMNS[4:], TEXT_COLUMNS[1:2] + TEXT_COLUMNS[3:]
-INTERVALS = (
-    "95% intervals in brackets. accuracy and kept: Wilson, over questions. gold logprob: Student's t over questions. "
-    f"KL and perplexity: t over blocks of {BLOCK} positions. attn error: jackknife over the same blocks."
-)
-MEANINGS = (
+_TASK_NOTES = (
     "accuracy: share of what had to be found. kept: of the questions that exact attention answers in full, those "
-    "answered in full.",
-    "gold logprob: nats per token of the right answer after its first token. KL: exact ‖ mode, nats per token. "
-    "attn error: ‖õ − o‖ / ‖o‖, RMS over heads and steps, averaged over sampled layers.",
-    "index: bytes per token and KV head.",
+    "answered in full (both with Wilson's interval over questions).",
+    "gold logprob: nats per token of the right answer after its first token (Student's interval over questions).",
 )
+_TEXT_NOTES = (
+    f"KL: exact ‖ mode, nats per token; like perplexity with Student's interval over blocks of {BLOCK} positions.",
+    "attn error: ‖õ − o‖ / ‖o‖, RMS over heads and steps, averaged over sampled layers (jackknife over these blocks).",
+)
+_NOTES = ("Intervals in brackets: 95%. index: bytes per token and KV head.",)
 
 
 def meta(engine: Engine, hardware: Hardware, request: Request) -> dict[str, Any]:
@@ -60,7 +59,7 @@ def meta(engine: Engine, hardware: Hardware, request: Request) -> dict[str, Any]
         "positions": request.positions,
         "tables": tables.get("lsh"),
         "full_scores": sorted({mode.name for mode in request.modes if mode.baseline}),
-        "intervals": INTERVALS,
+        "notes": [*_TASK_NOTES, *_TEXT_NOTES, *_NOTES],
     }
 
 
@@ -109,7 +108,8 @@ def _task_rows(group: Group, mode: Mode, records: list[Record], exact: list[Reco
     if exact is None or mode.name == EXACT:
         return found
     right = [question for question, score in _by_question(exact, "scores").items() if score == 1]
-    if both := [float(scores[question] == 1) for question in right if question in scores]:
+    in_full = _by_question([{**r, "in_full": [score == 1 for score in r["scores"]]} for r in records], "in_full")
+    if both := [in_full[question] for question in right if question in in_full]:
         found.append(_row(group, mode, records, "kept", share(both)))
     reference = _by_question(exact, "gold_logprobs")
     gaps = [gold[question] - reference[question] for question in gold if question in reference]
@@ -187,7 +187,11 @@ def as_markdown(rows: list[Row]) -> str:
 
 def notes(rows: list[Row]) -> list[str]:
     """What the tables show, and what must be known to read them."""
-    found = [*MEANINGS, INTERVALS]
+    found = [
+        *(_TASK_NOTES if any(row["task"] not in TEACHER_FORCED for row in rows) else ()),
+        *(_TEXT_NOTES if any(row["task"] in TEACHER_FORCED for row in rows) else ()),
+        *_NOTES,
+    ]
     names = dict.fromkeys(label(row) for row in rows if row["mode"] in BASELINES)
     if names:
         found.append(f"*{', *'.join(names)}: {FULL_SCORES}.")

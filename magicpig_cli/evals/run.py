@@ -86,6 +86,10 @@ def _job(request: Request, task: str, text: Text | None, context: int, sample: i
     return Job(task, text, context, sample, units)
 
 
+def _told(unit: Unit) -> str:
+    return f"{unit.mode.label}, hash seed {unit.hash_seed}" if unit.mode.seeds(0, 2)[1:] else unit.mode.label
+
+
 class Evaluation:
     """Runs a request; what `kept` has of it already is not done again."""
 
@@ -153,7 +157,7 @@ class Evaluation:
         sample = self._sample(job)
         shared = yield from self._read(job, sample.shared)
         for unit in missing:
-            yield self._working(f"{job.label}: {unit.mode.label}")
+            yield self._working(f"{job.label}: {_told(unit)}")
             self._keep(unit, answer(self._engine.codec, self._runner(unit), unit.mode.name, shared, sample))
         shared.release()
 
@@ -172,7 +176,7 @@ class Evaluation:
                 except StopIteration as end:
                     self._keep(unit, end.value)
                     break
-                yield self._working(f"{job.label}: {unit.mode.label}, hash seed {unit.hash_seed}")
+                yield self._working(f"{job.label}: {_told(unit)}")
         read.release()
 
     def _read(self, job: Job, ids: list[int]) -> Generator[Working, None, Sequence]:
