@@ -36,12 +36,12 @@ def many(rng: random.Random, text: Text, context: int) -> Draft:
 
 
 def _numbers(rng: random.Random, text: Text, count: int) -> Draft:
-    names = rng.sample(_NAMES, count)
+    names = rng.sample(_NAMES, _MOST_KEYS)
     values = [_digits(rng, 7) for _ in names]
     lines = [
         (rng.random(), f"The number that belongs to the word {name} is {value}.")
         for name, value in zip(names, values, strict=True)
-    ]
+    ][:count]
     intro = "A text follows in which numbers are given to words. Read it, and remember which number belongs to which."
     asked = (
         f"Question: Which number does the text give to the word {names[0]}?\n"

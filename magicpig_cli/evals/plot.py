@@ -49,7 +49,7 @@ def image(meta: dict[str, Any], rows: list[Row], suffix: str) -> bytes:
     from matplotlib.figure import Figure  # without pyplot: no window system is looked for
 
     figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained")
-    panels = figure.subplots(len(_METRICS), len(_COSTS), squeeze=False)
+    panels = figure.subplots(len(_METRICS), len(_COSTS), sharey="row", squeeze=False)
     for metric, line in zip(_METRICS, panels, strict=True):
         for cost, axes in zip(_COSTS, line, strict=True):
             _draw(axes, series(rows, metric, cost), meta, metric, cost)

@@ -71,7 +71,8 @@ def make_sample(codec: ChatCodec, task: Task, text: Text, context: int, seed: in
 
     Raises ContextError if the context is too short for the task.
     """
-    rng = random.Random(f"{seed} {task.name} {text.name if task.uses_text else ''} {context} {number}")
+    # Not of the context: what is hidden is the same at every length.
+    rng = random.Random(f"{seed} {task.name} {text.name if task.uses_text else ''} {number}")
     draft = task.draw(rng, text, context)
     longest = max(draft.questions, key=lambda question: codec.count(question.asked + question.answer))
 
