@@ -94,6 +94,7 @@ def eval(
 def _evaluate(engine: Engine, request: Request, kept: Kept, target: _Target, arguments: list[str]) -> None:
     """Do what is missing, then deliver. However that ends, what is finished is kept, and how to go on is said."""
     from magicpig_cli import hardware
+    from magicpig_cli.batch.interrupt import Signals
     from magicpig_cli.evals import report
     from magicpig_cli.evals.run import Evaluation
     from magicpig_cli.ui import console
@@ -106,7 +107,8 @@ def _evaluate(engine: Engine, request: Request, kept: Kept, target: _Target, arg
         if evaluation.done:
             console.say(f"{evaluation.done} of {evaluation.total} measurements are in {kept.path} already")
     try:
-        _follow(evaluation, target.quiet)
+        with Signals():
+            _follow(evaluation, target.quiet)
     except BaseException:
         console.say(
             f"{evaluation.done} of {evaluation.total} measurements are in {kept.path}; this goes on from there:"
