@@ -1,4 +1,4 @@
-"""Tasks that hide facts in a text: one needle, one of many, ten keys, a chain of variables (RULER's NIAH and VT)."""
+"""Tasks that hide facts in a text: one needle, one of many, pass keys, a chain of variables (RULER's NIAH and VT)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import string
 from magicpig_cli.evals.tasks import Draft, Question
 from magicpig_cli.evals.texts import Text, with_inserted
 
-PASSKEYS = 10  # hidden in one text, all asked for
+KEYS = 10  # hidden in one text, all asked for
 _KEY_EVERY, _FEWEST_KEYS, _MOST_KEYS = 128, 4, 64  # tokens of context per needle of `multikey`
 _CHAIN = 5  # variables of one value
 _NAME_LETTERS = 5
@@ -50,9 +50,16 @@ def _numbers(rng: random.Random, text: Text, count: int) -> Draft:
     return _hidden(rng, text, intro, lines, [Question(asked, f" {values[0]}", (values[0],))])
 
 
-def passkeys(rng: random.Random, text: Text, context: int) -> Draft:
+def passkey(rng: random.Random, text: Text, context: int) -> Draft:
+    """One short key, told twice in one place, and no instruction: what the smallest models can do."""
+    value = _digits(rng, 5)
+    line = f"The pass key is {value}. Remember it. {value} is the pass key."
+    return _hidden(rng, text, "", [(rng.random(), line)], [Question("The pass key is", f" {value}", (value,))])
+
+
+def ten_keys(rng: random.Random, text: Text, context: int) -> Draft:
     """Ten short keys, each told twice in one place; all are asked for, one at a time."""
-    names = rng.sample(_NAMES, PASSKEYS)
+    names = rng.sample(_NAMES, KEYS)
     values = [_digits(rng, 5) for _ in names]
     lines = [
         (rng.random(), f"The pass key of the {name} is {value}. Remember it. {value} is the pass key of the {name}.")

@@ -12,7 +12,8 @@ TASKS: Mapping[str, Task] = {
     for task in (
         Task("niah", needles.single),
         Task("multikey", needles.many),
-        Task("passkey", needles.passkeys, questions=needles.PASSKEYS),
+        Task("passkey", needles.passkey),
+        Task("tenkeys", needles.ten_keys, questions=needles.KEYS),
         Task("vt", needles.variables),
         Task("cwe", word_lists.common, uses_text=False),
         Task("fwe", word_lists.frequent, uses_text=False),

@@ -31,7 +31,7 @@ def answers(mode: Mode, sample: int, seed: int, scores: list[float], gold: list[
         "scores": scores, "gold_logprobs": gold, "sampled": sampled, "offloaded": 100 if sampled else 0,
         "index_bytes_per_token": 18.0 if mode.name == "rabitq" else None,
     }  # fmt: skip
-    return Unit("passkey", "topics", 4096, sample, mode, seed), record
+    return Unit("tenkeys", "topics", 4096, sample, mode, seed), record
 
 
 def continuation(mode: Mode, seed: int, kl: float, squares: list[list[float]], positions: int = 24) -> tuple:
@@ -62,7 +62,7 @@ def of(rows: list[dict], mode: str, metric: str) -> dict:
 
 
 def test_answers_are_averaged_over_seeds_before_questions():
-    rows = report.rows(ANSWERS, ("passkey",))
+    rows = report.rows(ANSWERS, ("tenkeys",))
     assert all(set(row) == KEYS for row in rows)
     exact, rabitq = of(rows, "exact", "accuracy"), of(rows, "rabitq", "accuracy")
     assert (exact["value"], exact["n"], exact["sampled_ratio"]) == (0.875, 4, None)
@@ -78,7 +78,7 @@ def test_answers_are_averaged_over_seeds_before_questions():
 
 
 def test_nothing_is_kept_of_what_exact_attention_did_not_find():
-    rows = report.rows([answers(EXACT, 0, 0, [0.0], [-9]), answers(RABITQ, 0, 0, [1.0], [-1])], ("passkey",))
+    rows = report.rows([answers(EXACT, 0, 0, [0.0], [-9]), answers(RABITQ, 0, 0, [1.0], [-1])], ("tenkeys",))
     assert "kept" not in {row["metric"] for row in rows}
 
 
@@ -108,7 +108,7 @@ def test_only_what_was_asked_for_is_reported(tasks, metrics):
 
 
 def test_tables_mark_what_is_no_fast_path():
-    rows = report.rows([*ANSWERS, *TEXTS], ("passkey", "ppl", "kl"))
+    rows = report.rows([*ANSWERS, *TEXTS], ("tenkeys", "ppl", "kl"))
     tasks, texts = report.task_cells(rows), report.text_cells(rows)
     assert [line[3] for line in tasks] == ["exact", "rabitq 2%"]
     assert tasks[1][4].startswith("88% (")
@@ -123,7 +123,7 @@ def test_tables_mark_what_is_no_fast_path():
 
 
 def test_files():
-    rows = report.rows([*ANSWERS, *TEXTS], ("passkey", "ppl", "kl"))
+    rows = report.rows([*ANSWERS, *TEXTS], ("tenkeys", "ppl", "kl"))
     document = report.as_json(META, rows)
     assert document.count("\n") == 1
     assert json.loads(document) == {"meta": META, "results": rows}
@@ -132,7 +132,7 @@ def test_files():
     assert float(lines[0]["low"]) == rows[0]["ci95"][0]
     assert lines[-1]["layer"] == "5"
     markdown = report.as_markdown(rows)
-    assert "| passkey | topics | 4096 | rabitq 2% |" in markdown
+    assert "| tenkeys | topics | 4096 | rabitq 2% |" in markdown
     assert "| topics [/x] | 4608 | *topk 4% |" in markdown
 
 

@@ -14,7 +14,7 @@ from magicpig_cli.evals.units import open_kept
 from tests.evals.conftest import CONTEXT, evaluated, request
 
 MODES = "lsh,topk,oracle"
-EVERYTHING = {"tasks": ("niah", "passkey", "cwe", "ppl", "kl"), "contexts": (1500,), "samples": 2}
+EVERYTHING = {"tasks": ("niah", "tenkeys", "cwe", "ppl", "kl"), "contexts": (1500,), "samples": 2}
 
 
 def by_mode(evaluation: Evaluation) -> dict[str, dict]:
@@ -72,7 +72,7 @@ def test_hash_seeds_are_for_modes_that_draw(engine, topics, kept):
 
 def test_answers_are_those_of_a_chat_of_its_own(engine, topics, kept):
     """Greedy, token by token after a prefill of the whole prompt at once; ten prompts share a text."""
-    evaluation = evaluated(engine, request(engine, topics, "topk", tasks=("passkey",), samples=10), kept)
+    evaluation = evaluated(engine, request(engine, topics, "topk", tasks=("tenkeys",), samples=10), kept)
     (_, record), _ = evaluation.results()
     sample = evaluation._sample(evaluation.jobs[0])
     assert len(record["answers"]) == len(record["gold_logprobs"]) == 10

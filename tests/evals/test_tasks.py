@@ -73,10 +73,18 @@ def test_numbers_are_told_once_and_asked_by_their_word(engine, topics, task, nee
     assert text.count(told[asked]) == 1
 
 
-def test_ten_pass_keys_share_a_text_and_are_all_asked_for(engine, topics):
+def test_a_pass_key_is_told_and_its_prompt_is_what_tells_it(engine, topics):
     found = sample(engine, topics, "passkey")
+    text, (prompt,) = words_of(engine, found), found.prompts
+    (value,) = re.findall(r"The pass key is (\d{5})\. Remember it\. \1 is the pass key\.\n", text)
+    assert prompt.references == (value,)
+    assert text.endswith("\n\nThe pass key is")
+
+
+def test_ten_pass_keys_share_a_text_and_are_all_asked_for(engine, topics):
+    found = sample(engine, topics, "tenkeys")
     told = dict(re.findall(r"pass key of the (\w+) is (\d{5})\. Remember it", words_of(engine, found)))
-    assert len(found.prompts) == len(told) == TASKS["passkey"].questions
+    assert len(found.prompts) == len(told) == TASKS["tenkeys"].questions
     for prompt in found.prompts:
         asked = re.search(r"pass key of the (\w+) is$", engine.codec.decode(prompt.ids))[1]
         assert prompt.references == (told[asked],)
