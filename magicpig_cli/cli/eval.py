@@ -36,9 +36,7 @@ def eval(
     settings: Settings,
     tasks: Annotated[
         str,
-        typer.Option(
-            metavar="NAME,NAME…", help="niah, multikey, vt, cwe, fwe (RULER's), passkey, tenkeys, ppl and kl (text)."
-        ),
+        typer.Option(metavar="NAME,NAME…", help="niah, multikey, vt, cwe, fwe, passkey, tenkeys; of text ppl and kl."),
     ] = "niah,multikey,vt,cwe,fwe,ppl,kl",
     context: Annotated[
         str, typer.Option("-c", "--context", "--ctx-size", metavar="N,N…", help="Tokens with the answer, like 4k,8k.")

@@ -171,12 +171,12 @@ def _wait_for(happened, limit_s: float = 120) -> None:
 def test_the_demo_model(demo_available, home, tmp_path):
     done = magicpig_eval(
         home | {"XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))},
-        "--tasks", "passkey,kl", "-c", "1k", "--samples", "10", "--positions", "16", "--attention", "lsh,topk",
+        "--tasks", "passkey,kl", "-c", "1k", "--samples", "2", "--positions", "16", "--attention", "lsh,topk",
         "--json", "-o", str(tmp_path / "demo.json"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = {(row["metric"], row["mode"]): row for row in json.loads(done.stdout)["results"]}
-    assert found["accuracy", "exact"]["value"] >= 0.5  # of ten pass keys
+    assert found["accuracy", "exact"]["value"] >= 0.5  # of two pass keys
     assert found["kept", "topk"]["value"] >= 0.5
     assert 0 < found["kl_mean", "topk"]["value"] < found["kl_mean", "lsh"]["value"] < 1
     assert 0 < found["attn_error", "topk"]["value"] < 0.5

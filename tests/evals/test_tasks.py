@@ -53,7 +53,7 @@ def test_a_sample_is_a_function_of_its_seed_and_number(engine, topics, task):
 @pytest.mark.parametrize("task", TASKS)
 def test_the_least_context_that_a_refusal_names_is_enough(engine, topics, task):
     with pytest.raises(ContextError, match=f"{task} needs a context of") as refused:
-        sample(engine, topics, task, context=100)
+        sample(engine, topics, task, context=60)
     least = int(re.search(r"of ([\d,]+) tokens", refused.value.message)[1].replace(",", ""))
     assert refused.value.hint.startswith(f"-c {least}")
     assert sample(engine, topics, task, context=least).prompts
