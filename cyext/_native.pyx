@@ -11,7 +11,7 @@ import numpy as np
 from libc.math cimport INFINITY, expf, logf, sqrtf
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 
 cdef extern from *:
@@ -90,6 +90,13 @@ cdef extern from "product.h" nogil:
                  int count, float* out)
 
 
+cdef extern from "layers.h" nogil:
+    void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out)
+    void add_to(float* x, const float* y, int64_t n)
+    void rotate(float* x, const float* cosine, const float* sine, int n)
+    void gate_values(float* gate, const float* up, int64_t n, int activation)
+
+
 cdef extern from "logits.h" nogil:
     void logits_scale(float* dots, int n, float scale, float cap)
     void logits_weights(const float* dots, const float* squares, int n, float q_mu, float q_norm,
@@ -158,4 +165,5 @@ include "hash.pxi"
 include "segment.pxi"
 include "lsh.pxi"
 include "product.pxi"
+include "block.pxi"
 include "probe.pxi"
