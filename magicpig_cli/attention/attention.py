@@ -83,9 +83,7 @@ class Attention:
         """
         queries = self._rotated(q[:, :, 0]).float().contiguous()
         store_from = [self._step_index(layer, c) if s else 0 for c, s in zip(caches, sampled, strict=True)]
-        keys, values = self._rotated(key[:, :, 0]), value[:, :, 0]
-        for b, cache in enumerate(caches):
-            cache.append_one(keys[b], values[b])
+        self._take(caches, key, value)
         picked = [b for b, s in enumerate(sampled) if s]
         if not picked:
             with record.stage("dense"):
@@ -95,6 +93,12 @@ class Attention:
         else:
             attended = self._sample_apart(layer, caches, picked, store_from, queries, rule, record)
         return attended.out.to(q.dtype).unsqueeze(1)
+
+    def _take(self, caches: SequenceOf[LayerCache], key: torch.Tensor, value: torch.Tensor) -> None:
+        """Take in one new token per sequence: key and value [B, Hkv, 1, D]."""
+        keys, values = self._rotated(key[:, :, 0]), value[:, :, 0]
+        for b, cache in enumerate(caches):
+            cache.append_one(keys[b], values[b])
 
     def _step_index(self, layer: int, cache: LayerCache) -> int:
         """What a decode step does for the index; how many rows it samples from. The mean stays as it is.
@@ -114,9 +118,10 @@ class Attention:
         assert self._sampler is not None
         runs = [cache.runs(start) for cache, start in zip(caches, store_from, strict=True)]
         found = self._sampler.attend(layer, queries, list(caches), rule, record, runs, sampled)
-        for b in [b for b, flag in enumerate(sampled) if flag]:
+        picked = [b for b, flag in enumerate(sampled) if flag]
+        for b in picked:
             self._note(layer, caches, b, found, b, found.error, record)
-        self._measure(caches, sampled, queries, found.attended, rule, record)
+        self._measure(caches, picked, queries, found.attended, rule, record)
         return found.attended
 
     def _sample_apart(
@@ -139,7 +144,7 @@ class Attention:
         for row, b in enumerate(picked):
             self._note(layer, caches, b, found, row, error, record)
         attended = Partial(out, lse)
-        self._measure(caches, [b in picked for b in range(len(caches))], queries, attended, rule, record)
+        self._measure(caches, picked, queries, attended, rule, record)
         return attended
 
     def _note(
@@ -163,13 +168,12 @@ class Attention:
             record.budgets[layer][b] = round(float(found.budget[row].mean(dtype=np.float64)), 6)  # of float32
 
     def _measure(
-        self, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], queries: torch.Tensor, attended: Partial,
+        self, caches: SequenceOf[LayerCache], picked: SequenceOf[int], queries: torch.Tensor, attended: Partial,
         rule: LogitRule, record: StepRecorder,
     ) -> None:  # fmt: skip
-        """How far the results of the sampled sequences are off, if that is asked for."""
+        """How far the results of the sequences `picked` are off, if that is asked for."""
         if record.errors is None:
             return
-        picked = [b for b, flag in enumerate(sampled) if flag]
         chosen = [caches[b] for b in picked]
         q = queries[picked].contiguous()
         truth = attend_step(q, chosen, [0] * len(chosen), rule, self._threads, self._staging)

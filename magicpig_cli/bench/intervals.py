@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_NORMAL = 1.959964
+NORMAL = 1.959964  # the normal distribution at 97.5%
 # Student's t at 97.5% for 1, 2, … degrees of freedom; beyond, two terms of its expansion in 1/ν are as good.
 _STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 _LEAST_BLOCK = 3  # steps, and as many blocks
@@ -94,9 +94,13 @@ def _difference(old: np.ndarray, new: np.ndarray) -> Estimate:
 def _student(variances: list[float], freedoms: list[int]) -> float:
     """Student's quantile with the degrees of freedom by Welch and Satterthwaite, cut to a whole number."""
     if sum(variances) == 0:
-        return _NORMAL
-    freedom = int(sum(variances) ** 2 / sum(v**2 / f for v, f in zip(variances, freedoms, strict=True)))
+        return NORMAL
+    return student(int(sum(variances) ** 2 / sum(v**2 / f for v, f in zip(variances, freedoms, strict=True))))
+
+
+def student(freedom: int) -> float:
+    """Student's t at 97.5%."""
     if freedom <= len(_STUDENT):
         return _STUDENT[max(1, freedom) - 1]
-    z = _NORMAL
+    z = NORMAL
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)

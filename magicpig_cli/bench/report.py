@@ -131,12 +131,12 @@ def _ratio(figure: dict[str, Any] | None) -> str:
 
 def as_markdown(results: Results) -> str:
     """The table of rows, then that of the comparison, then notes and warnings as a list."""
-    parts = [_table(COLUMNS, [cells(results.meta, row) for row in results.rows])]
+    parts = [markdown_table(COLUMNS, [cells(results.meta, row) for row in results.rows])]
     notes = []
     if (comparison := results.comparison) is not None:
         lines = [compared_cells(comparison, row) for row in results.rows if comparison.of(row)]
         if lines:
-            parts.append(_table(COMPARED_COLUMNS, lines))
+            parts.append(markdown_table(COMPARED_COLUMNS, lines))
         notes = [f"- {note}" for note in comparison.notes()]
     notes += [f"- warning: {text}" for text in results.warnings()]
     if notes:
@@ -144,7 +144,8 @@ def as_markdown(results: Results) -> str:
     return "\n".join(parts)
 
 
-def _table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def markdown_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """With bars in cells escaped, and an end of line."""
     whole = [columns, ["---"] * len(columns), *lines]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in whole) + "\n"
 

@@ -22,7 +22,7 @@ from magicpig_cli.errors import INTERRUPTED, MagicpigError, UsageError
 from magicpig_cli.ui import console
 
 # Modules of this package, with `_` for `-`; `models` is a group.
-COMMANDS = ("chat", "batch", "bench", "tune-kl", "doctor", "models")
+COMMANDS = ("chat", "batch", "bench", "tune-kl", "eval", "doctor", "models")
 _ASKS_FOR_HELP = frozenset({"-h", "--help", "--version"})
 
 # Typer carries a click of its own since 0.26 and uses the package before; either way this is its error class.

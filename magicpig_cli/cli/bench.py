@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from magicpig_cli.cli.options import NoLive, Quiet, command_options
+from magicpig_cli.cli.outputs import want_writable, write
 from magicpig_cli.config import SAMPLERS, Settings
 from magicpig_cli.errors import ContextError, MagicpigError, MemoryBudgetError, UsageError
-from magicpig_cli.files import is_stream, refuse_unwritable, replace_file
+from magicpig_cli.files import is_stream
 from magicpig_cli.units import format_bytes, parse_token_list
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class _Target:
     def _save(self, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         """Replace the output file, if there is one, by these rows. Raises MagicpigError."""
         if self.output is not None:
-            _replace(self.output, self._document(self._results(meta, rows)).encode("utf-8", errors="replace"))
+            write(self.output, self._document(self._results(meta, rows)).encode("utf-8", errors="replace"))
 
     def deliver(self, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         """Write or print everything: document, notes, plot. There is at least one row. Raises MagicpigError."""
@@ -156,7 +157,7 @@ class _Target:
     def _draw(self, path: Path, results: Results) -> None:
         from magicpig_cli.bench.plot import image
 
-        _replace(path, image(results.meta, results.rows, path.suffix.lower()))
+        write(path, image(results.meta, results.rows, path.suffix.lower()))
 
     def _results(self, meta: dict[str, Any], rows: list[dict[str, Any]]) -> Results:
         from magicpig_cli.bench.compare import compare
@@ -177,13 +178,6 @@ class _Target:
         return writers[self.form](results)
 
 
-def _replace(path: Path, content: bytes) -> None:
-    try:
-        replace_file(path, content)
-    except OSError as problem:
-        raise MagicpigError(f"cannot write {path}: {problem.strerror}") from problem
-
-
 def _target(
     output_format: str | None, output: Path | None, compare: Path | None, plot: str | None, quiet: bool
 ) -> _Target:
@@ -195,7 +189,7 @@ def _target(
     if plot is not None:
         _check_plot(plot, output, form)
     if output is not None:
-        _want_writable("--output", output)
+        want_writable("--output", output)
     earlier = None
     if compare is not None:
         from magicpig_cli.bench import compare as comparing
@@ -216,22 +210,12 @@ def _check_plot(plot: str, output: Path | None, form: str) -> None:
         return
     if output is not None and output.resolve() == Path(plot).resolve():
         raise UsageError(f"--output and --plot both name {plot}", hint="--output FILE.json --plot FILE.png")
-    _want_writable("--plot", Path(plot))
+    want_writable("--plot", Path(plot))
 
 
 def _want_one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise UsageError(f"{option} {value} is unknown", hint=f"use one of {', '.join(allowed)}")
-
-
-def _want_writable(option: str, path: Path) -> None:
-    """Refuse now what would lose the results at the end."""
-    try:
-        refuse_unwritable(path)
-    except OSError as problem:
-        raise UsageError(
-            f"{option}: cannot write {path}: {problem.strerror}", hint=f"{option} FILE in a folder of yours"
-        ) from None
 
 
 def _contexts(settings: Settings, several: str | None) -> tuple[int, ...]:

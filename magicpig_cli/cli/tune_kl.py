@@ -113,19 +113,9 @@ def _memory(text: str | None) -> int | None:
 
 
 def _read(path: Path | None) -> str:
-    if path is None:
-        from magicpig_cli.corpus import natural_text
+    from magicpig_cli.corpus import natural_text, read_text
 
-        return natural_text()
-    try:
-        return path.expanduser().read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        reason = "not UTF-8 text"
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-    except (RuntimeError, ValueError) as problem:  # ~ of a user who is not there, a NUL in the name
-        reason = str(problem)
-    raise UsageError(f"cannot read {path}: {reason}", hint="--text FILE with plain text")
+    return natural_text() if path is None else read_text(path)
 
 
 def _settled(settings: Settings) -> Settings:
