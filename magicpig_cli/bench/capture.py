@@ -16,13 +16,15 @@ from magicpig_cli.engine.engine import Engine
 from magicpig_cli.engine.recording import Queries, teacher_force
 
 
-def capture(engine: Engine, length: int, layers: SequenceOf[int], steps: int, offset: int = 0) -> list[LayerTensors]:
-    """Tensors of `layers` at a context of `length` tokens of natural text that starts at its `offset`-th token.
+def capture(
+    engine: Engine, length: int, layers: SequenceOf[int], steps: int, offset: int = 0, text: str | None = None
+) -> list[LayerTensors]:
+    """Tensors of `layers` at a context of `length` tokens of a text that starts at its `offset`-th token.
 
-    The text but its last `steps` tokens is prefilled, these are then decoded one by one (exactly, teacher-forced) and
-    give the queries. Rows are those of the prefilled tokens, all of them: [Hkv, length − steps, 2, D].
+    The text (None: natural text) but its last `steps` tokens is prefilled, these are then decoded one by one (exactly,
+    teacher-forced) and give the queries. Rows are those of the prefilled tokens: [Hkv, length − steps, 2, D].
     """
-    ids = engine.codec.encode_raw(natural_text())
+    ids = engine.codec.encode_raw(natural_text() if text is None else text)
     start = offset % len(ids)
     ids = repeat_ids(ids[start:] + ids[:start], length)
     sequence = engine.new_sequence()

@@ -52,7 +52,7 @@ class ModelRunner:
         self, model: PreTrainedModel, shape: ModelShape, plan: Plan, device: torch.device, hash_seed: int,
         attention: Callable[..., Attention] = Attention,
     ) -> None:  # fmt: skip
-        """attention: makes what attends, called as `Attention` is; another than that needs no sampler to choose keys."""
+        """attention: makes what attends, called as `Attention` is; another than it has no sampler."""
         self.model = model
         self.plan = plan
         self._device = device
