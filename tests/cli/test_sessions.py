@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from magicpig_cli import sessions
+from magicpig_cli import session_files
 from magicpig_cli.cli.one_turn import OneTurn
 from magicpig_cli.config import AttentionOptions, GenerationOptions, ModelOptions, Settings
 from magicpig_cli.engine.engine import Engine
@@ -159,7 +159,7 @@ def test_save_load_and_list(engine, said, home):
     assert keeper.name == "first"
     assert keeper.save(None, one)[0].startswith("kept as first")
     keeper.leave(one)
-    assert sessions.most_recent() == "first"
+    assert session_files.most_recent() == "first"
     nameless = said.sessions()
     nameless.save(None, one)
     assert nameless.name is not None
@@ -172,12 +172,12 @@ def test_save_load_and_list(engine, said, home):
 )
 def test_names_lead_nowhere_else(name):
     with pytest.raises(UsageError, match="no name for a session"):
-        sessions.checked_name(name)
+        session_files.checked_name(name)
 
 
 @pytest.mark.parametrize("name", ["a", "Über uns 2", "2026-11-30-1", "本", "x.y_z+1"])
 def test_names_that_people_give(name):
-    assert sessions.checked_name(name) == name
+    assert session_files.checked_name(name) == name
 
 
 def test_another_model_keeps_the_messages(engine, said, home, tiny_directory, tmp_path):
@@ -212,7 +212,7 @@ def test_a_damaged_session_says_so(engine, said, home):
     (home / "work.json").write_text('{"format": "magicpig-session", "version": 9}')
     with pytest.raises(MagicpigError, match="newer version"):
         said.sessions().open("work", turn(engine))
-    assert sessions.kept() == []
+    assert session_files.kept() == []
 
 
 def test_the_command_line_outranks_what_was_kept(engine, said):
