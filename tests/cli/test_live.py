@@ -191,6 +191,20 @@ def test_keys_stay_unseen_after_ctrl_z_and_fg(start, terminal):
     assert local_modes(terminal) == (True, False)
 
 
+def test_the_prompt_is_suspended_with_what_was_typed(start, terminal):
+    shell = start("chat", shell="set -m; {}; echo is stopped; read; fg")
+    terminal.wait_for("/help lists commands")
+    terminal.wait_for(">")
+    terminal.type("half a line")
+    terminal.wait_for("> half a line")
+    terminal.type("\x1a")
+    terminal.wait_for("is stopped")
+    terminal.type("\r")
+    terminal.wait_until(lambda rows: [row for row in rows if row][-2:-1] == ["> half a line"])
+    terminal.type("\x15/exit\r")
+    assert shell.wait(60) == 0
+
+
 def test_an_answer_that_ends_in_the_background_ends(start, terminal):
     """Its last act is to give the terminal its modes back, which from the background would stop it."""
     script = "set -m; {}; bg; wait %1; echo it ended with $?"

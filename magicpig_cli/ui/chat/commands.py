@@ -52,7 +52,7 @@ def run(chat: Chat, line: str) -> str | None:
 
 def _meant(name: str) -> str:
     names = [*(command.name for command in COMMANDS), *_ALIASES]
-    close = difflib.get_close_matches(name.lower(), names, n=1)
+    close = difflib.get_close_matches(name.lower(), names, n=1) if name.strip("/") else []
     return f"did you mean {close[0]}?" if close else "/help lists them"
 
 
