@@ -161,7 +161,7 @@ class PromptCache:
         writing = self._writing
         if writing is not None:
             try:
-                writing.join()
+                writing.wait()
             except KeyboardInterrupt:
                 writing.stop()
             if writing.problem is not None:
@@ -195,8 +195,15 @@ class _Writing(threading.Thread):
         self.problem: MagicpigError | None = None
         self._engine, self._taken, self._path = engine, taken, path
         self._stopped = threading.Event()
+        self._ended = threading.Event()
 
     def run(self) -> None:
+        try:
+            self._write()
+        finally:
+            self._ended.set()
+
+    def _write(self) -> None:
         begin = time.perf_counter()
         hidden = f".{self._path.name}"
         doing = f"is writing {self._path.name} already"
@@ -215,7 +222,11 @@ class _Writing(threading.Thread):
         if self._stopped.is_set():
             raise MagicpigError("interrupted")
 
+    def wait(self) -> None:
+        """Wait for its end. Not `join`: Python 3.11 takes a thread for ended once Ctrl-C has interrupted that."""
+        self._ended.wait()
+
     def stop(self) -> None:
         """Give it up; returns when nothing of it is left."""
         self._stopped.set()
-        self.join()
+        self.wait()
