@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from magicpig_cli.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from magicpig_cli.cache.saved import SavedCache
     from magicpig_cli.cache.sequence import Sequence
     from magicpig_cli.cache.snapshot import Snapshot
     from magicpig_cli.engine.conversation import ChatCodec
@@ -49,20 +48,23 @@ def check_path(path: Path) -> None:
         ) from problem
 
 
-def document_tokens(
-    codec: ChatCodec, messages: list[dict[str, Any]], documents: list[tuple[str, str]], question: str, ids: list[int]
-) -> int:
-    """How many tokens of a prompt would be the same with any other question; all of them where there are no documents.
+@dataclass(frozen=True)
+class FirstMessage:
+    """A conversation whose last message holds documents, as (name, text), and a question about them."""
 
-    messages: the conversation, `documents` and `question` in the last of them; ids: its prompt.
-    """
-    from magicpig_cli.engine.conversation import common_prefix, document_message
+    messages: list[dict[str, Any]]
+    documents: list[tuple[str, str]]
+    question: str
 
-    if not documents:
-        return len(ids)
-    other = next(text for text in _OTHER_QUESTIONS if not question.startswith(text))
-    message = {**messages[-1], "content": document_message(documents, other)}
-    return common_prefix(ids, codec.encode_chat([*messages[:-1], message]))
+    def tokens(self, codec: ChatCodec, ids: list[int]) -> int:
+        """How many tokens of its prompt `ids` would be the same with any other question; all without documents."""
+        from magicpig_cli.engine.conversation import common_prefix, document_message
+
+        if not self.documents:
+            return len(ids)
+        other = next(text for text in _OTHER_QUESTIONS if not self.question.startswith(text))
+        message = {**self.messages[-1], "content": document_message(self.documents, other)}
+        return common_prefix(ids, codec.encode_chat([*self.messages[:-1], message]))
 
 
 class PromptCache:
@@ -83,30 +85,44 @@ class PromptCache:
         self._read_s = 0.0
         self._writing: _Writing | None = None
 
-    def begin(self, ids: list[int], tokens: int, sequence: Sequence) -> Sequence:
-        """The sequence to answer a prompt with: from the file where that has more of it than `sequence`.
+    def answer(
+        self, first: FirstMessage, ids: list[int], sequence: Sequence,
+        stream: Callable[[Sequence, Callable[[Event], None]], Finished],
+    ) -> Finished:  # fmt: skip
+        """What `stream` answers, with what the file has of the prompt; `ttft_s` includes reading that.
 
-        tokens: so many of the prompt the file should hold. Raises MagicpigError as the class does.
+        ids: the prompt; sequence: what is in memory already. stream(sequence, observe): answers with that sequence, and
+        tells `observe` every event. Ctrl-C once the answer is complete gives up the file alone. Raises MagicpigError as
+        the class does.
         """
+        try:
+            finished = stream(self._begin(first, ids, sequence), self._observe)
+            return self._end(finished)
+        finally:
+            self._drop()
+
+    def _begin(self, first: FirstMessage, ids: list[int], sequence: Sequence) -> Sequence:
+        """The sequence to answer a prompt with: from the file where that has more of it than `sequence`."""
         from magicpig_cli.engine.conversation import common_prefix
 
-        self._read_s, self._sequence, shared, wanted = 0.0, sequence, 0, tokens > 0
+        tokens = first.tokens(self._engine.codec, ids)
+        self._read_s, self._sequence, wanted = 0.0, sequence, tokens > 0
         if self.path.exists():
             from magicpig_cli.cache.saved import SavedCache
 
             begin = time.perf_counter()
             saved = SavedCache(self.path)
             shared = common_prefix(saved.ids, ids)
-            found, why = self._engine.restore(saved, ids)
-            if found.length > common_prefix(sequence.ids, ids):
-                self._sequence = found
+            if min(shared, len(ids) - 1) > common_prefix(sequence.ids, ids):
+                self._sequence, why = self._engine.restore(saved, ids)
                 self._read_s = time.perf_counter() - begin
-                self._tell(saved, found, min(shared, tokens), tokens, why)
-            wanted = tokens - shared >= _WORTH_WRITING
+                self._tell(self._sequence, min(shared, tokens), tokens, why)
+            # A question alone, maybe with -f forgotten, is no reason to write over documents.
+            wanted = tokens - shared >= _WORTH_WRITING and bool(first.documents)
         self._tokens = tokens if wanted and self._has_room(tokens) else 0
         return self._sequence
 
-    def _tell(self, saved: SavedCache, found: Sequence, shared: int, tokens: int, why: str | None) -> None:
+    def _tell(self, found: Sequence, shared: int, tokens: int, why: str | None) -> None:
         line = f"prompt cache: {found.length:,} tokens read from {self.path} in {format_seconds(self._read_s)}"
         if shared < tokens:
             line += f"; after {shared:,} of the {tokens:,} tokens the text is another than in the file"
@@ -128,8 +144,8 @@ class PromptCache:
         self._say(f"prompt cache: {tokens:,} tokens will be kept in {self.path}, at most {format_bytes(size)}")
         return True
 
-    def observe(self, event: Event) -> None:
-        """To be told what happens: the first token starts the writing."""
+    def _observe(self, event: Event) -> None:
+        """The first token starts the writing."""
         from magicpig_cli.cache.snapshot import snapshot
         from magicpig_cli.events import TokenEvent
 
@@ -140,15 +156,14 @@ class PromptCache:
             self._writing = _Writing(self._engine, taken, self.path)
             self._writing.start()
 
-    def end(self, finished: Finished) -> Finished:
+    def _end(self, finished: Finished) -> Finished:
         """After the answer: wait until the file is there. Returns it with the time of reading in its `ttft_s`."""
-        writing, self._writing, self._tokens = self._writing, None, 0
+        writing = self._writing
         if writing is not None:
             try:
-                writing.join()
-            except BaseException:
+                writing.wait()
+            except KeyboardInterrupt:
                 writing.stop()
-                raise
             if writing.problem is not None:
                 self._warn(f"no prompt cache: {writing.problem.message}")
             else:
@@ -161,8 +176,8 @@ class PromptCache:
             return finished
         return replace(finished, timing=replace(finished.timing, ttft_s=finished.timing.ttft_s + self._read_s))
 
-    def drop(self) -> None:
-        """There is no answer: what is being written is given up. Not an error if nothing is."""
+    def _drop(self) -> None:
+        """What is still being written is given up: there is no answer."""
         self._tokens = 0
         if self._writing is not None:
             self._writing.stop()
@@ -180,8 +195,15 @@ class _Writing(threading.Thread):
         self.problem: MagicpigError | None = None
         self._engine, self._taken, self._path = engine, taken, path
         self._stopped = threading.Event()
+        self._ended = threading.Event()
 
     def run(self) -> None:
+        try:
+            self._write()
+        finally:
+            self._ended.set()
+
+    def _write(self) -> None:
         begin = time.perf_counter()
         hidden = f".{self._path.name}"
         doing = f"is writing {self._path.name} already"
@@ -200,7 +222,11 @@ class _Writing(threading.Thread):
         if self._stopped.is_set():
             raise MagicpigError("interrupted")
 
+    def wait(self) -> None:
+        """Wait for its end. Not `join`: Python 3.11 takes a thread for ended once Ctrl-C has interrupted that."""
+        self._ended.wait()
+
     def stop(self) -> None:
         """Give it up; returns when nothing of it is left."""
         self._stopped.set()
-        self.join()
+        self.wait()

@@ -7,6 +7,7 @@ import os
 import select
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 @command_options("model", "attention", "generation", "system")
 def chat(
+    invocation: typer.Context,
     settings: Settings,
     prompt: Annotated[
         str | None, typer.Argument(help="One question; without it, a terminal opens a conversation.")
@@ -43,11 +45,17 @@ def chat(
             "--session",
             metavar="NAME",
             rich_help_panel=_KEEPING,
-            help="Begin a conversation that is kept under this name, or go on with it.",
+            help="Begin a conversation that is kept under this name, or go on with it (with its model unless -m "
+            "is given).",
         ),
     ] = None,
     continue_: Annotated[
-        bool, typer.Option("--continue", rich_help_panel=_KEEPING, help="Go on with the session that was used last.")
+        bool,
+        typer.Option(
+            "--continue",
+            rich_help_panel=_KEEPING,
+            help="Go on with the session that was used last, with its model unless -m is given.",
+        ),
     ] = False,
     session_text_only: Annotated[
         bool,
@@ -76,6 +84,8 @@ def chat(
 ) -> None:
     """Chat with a model about long documents."""
     name = _session_name(session, continue_=continue_)
+    if name is not None and not _typed(invocation, "model"):
+        settings = _with_model_of(name, settings)
     cache_path = _prompt_cache_path(prompt_cache)
     documents, stdin_taken = _read_documents(prompt, file or [])
     text = _one_question(prompt, documents, stdin_taken)
@@ -84,6 +94,21 @@ def chat(
     if text is None and not _is_terminal():
         raise UsageError("a conversation needs a terminal at stdin", hint='magicpig chat "Your question"')
 
+    # The terminal may be closed while this runs: what is to be kept is kept, though nobody hears of it.
+    with console.lasting_stderr():
+        finished = _run(
+            settings, text, documents, name=name, cache_path=cache_path, text_only=session_text_only, as_json=as_json,
+            quiet=quiet, live=not no_live, markdown=not no_markdown,
+        )  # fmt: skip
+    if finished is not None and finished.reason == "interrupted":
+        raise typer.Exit(INTERRUPTED)
+
+
+def _run(
+    settings: Settings, text: str | None, documents: list[tuple[str, str]], *, name: str | None,
+    cache_path: Path | None, text_only: bool, as_json: bool, quiet: bool, live: bool, markdown: bool,
+) -> Finished | None:  # fmt: skip
+    """Load the model and answer one question, or hold a conversation (None)."""
     from magicpig_cli.cli.one_turn import OneTurn
     from magicpig_cli.prompt_cache import PromptCache
     from magicpig_cli.sessions import Sessions
@@ -92,31 +117,28 @@ def chat(
 
     engine = load_engine(settings, quiet=quiet)
     say = _unheard if quiet else console.say
-    sessions = Sessions(say, console.warn, with_cache=not session_text_only)
+    sessions = Sessions(say, console.warn, with_cache=not text_only)
     cache = None if cache_path is None else PromptCache(cache_path, engine, say, console.warn)
     if text is None:
         from magicpig_cli.ui.chat.loop import converse
 
         converse(
-            engine, settings, documents, quiet=quiet, live=not no_live, markdown=not no_markdown, sessions=sessions,
-            session=name, prompt_cache=cache,
+            engine, settings, documents, quiet=quiet, live=live, markdown=markdown, sessions=sessions, session=name,
+            prompt_cache=cache,
         )  # fmt: skip
-        return
+        return None
     turn = OneTurn(engine, settings)
     if name is not None:
         turn.open(sessions, name, quiet=quiet)
     try:
-        finished = turn.answer(
-            documents, text, cache, show_text=not as_json, quiet=quiet, live=not no_live, markdown=not no_markdown
-        )
+        finished = turn.answer(documents, text, cache, show_text=not as_json, quiet=quiet, live=live, markdown=markdown)
     finally:
         sessions.leave(turn)
     if as_json:
         print(json.dumps(answer_json(engine, turn.sequence, finished), ensure_ascii=False))
     elif not quiet:
         console.say(statistics_line(finished))
-    if finished.reason == "interrupted":
-        raise typer.Exit(INTERRUPTED)
+    return finished
 
 
 def _unheard(_: str) -> None:
@@ -127,11 +149,27 @@ def _session_name(session: str | None, *, continue_: bool) -> str | None:
     """Name of the session to go on with or to begin, if any. Raises UsageError."""
     if session is None and not continue_:
         return None
-    from magicpig_cli import sessions
+    from magicpig_cli import session_files
 
     if session is not None and continue_:
         raise UsageError("--continue goes on with the last session, --session names one", hint="give one of them")
-    return sessions.most_recent() if session is None else sessions.checked_name(session)
+    return session_files.most_recent() if session is None else session_files.checked_name(session)
+
+
+def _typed(invocation: typer.Context, name: str) -> bool:
+    """Whether an option stands on the command line, not only in the environment or a configuration."""
+    source = invocation.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _with_model_of(session: str, settings: Settings) -> Settings:
+    """The same with the model that a session was held with, if it is one that was kept. Raises MagicpigError."""
+    from magicpig_cli import session_files
+
+    held = session_files.model_of(session)
+    if held is None:
+        return settings
+    return replace(settings, model=replace(settings.model, model=held[0], revision=settings.model.revision or held[1]))
 
 
 def _prompt_cache_path(text: str | None) -> Path | None:

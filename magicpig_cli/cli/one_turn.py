@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
+from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.config import Settings
 from magicpig_cli.engine.conversation import Conversation, document_message
 from magicpig_cli.engine.engine import Engine
-from magicpig_cli.events import Finished
-from magicpig_cli.prompt_cache import PromptCache, document_tokens
+from magicpig_cli.events import Event, Finished
+from magicpig_cli.prompt_cache import FirstMessage, PromptCache
 from magicpig_cli.sessions import Sessions
 from magicpig_cli.ui import console
 from magicpig_cli.ui.answer import Interrupts, show_notices, stream_answer
@@ -23,6 +25,11 @@ class OneTurn:
         self.conversation = Conversation(engine.codec, settings.system)
         self.sequence = engine.new_sequence()
         self._read_s = 0.0  # what reading the session took
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the conversation that are in the cache: nothing is ever taken back."""
+        return self.sequence.length
 
     def open(self, sessions: Sessions, name: str, *, quiet: bool) -> None:
         """Go on with a session, or begin it. Raises MagicpigError."""
@@ -49,24 +56,24 @@ class OneTurn:
         ids = conversation.prompt_ids()
         show_notices(self.engine, quiet=quiet)
         self.engine.check_fits(len(ids), self.settings.generation.max_tokens)
-        if cache is not None:
-            tokens = document_tokens(self.engine.codec, conversation.messages, documents, text, ids)
-            self.sequence = cache.begin(ids, tokens, self.sequence)
-        request = self.engine.request("chat", ids, self.settings.generation, self.sequence)
-        try:
-            finished = stream_answer(
-                self.engine, request, Interrupts(), show_text=show_text, quiet=quiet, live=live,
-                look=TextLook(markdown, opened=conversation.opened_thinking),
-                observe=None if cache is None else cache.observe,
+
+        def stream(sequence: Sequence, observe: Callable[[Event], None] | None = None) -> Finished:
+            self.sequence = sequence
+            return stream_answer(
+                self.engine, self.engine.request("chat", ids, self.settings.generation, sequence), Interrupts(),
+                show_text=show_text, quiet=quiet, live=live,
+                look=TextLook(markdown, opened=conversation.opened_thinking), observe=observe,
             )  # fmt: skip
-            if cache is not None:
-                finished = cache.end(finished)
+
+        try:
+            if cache is None:
+                finished = stream(self.sequence)
+            else:
+                first = FirstMessage(conversation.messages, documents, text)
+                finished = cache.answer(first, ids, self.sequence, stream)
         except BaseException:
             conversation.undo()
             raise
-        finally:
-            if cache is not None:
-                cache.drop()
         if finished.token_ids:
             conversation.add_assistant(finished.text)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,8 @@ from magicpig_cli.errors import MagicpigError
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _BETWEEN = "\n\n"  # texts that become one
+# What Python makes of bytes that are no UTF-8 on a terminal or a command line: tokenizers refuse it.
+_NO_CHARACTER = re.compile("[\ud800-\udfff]")
 _PROBE = "magicpigprobe"  # plain letters: a template that shows a text shows this one unchanged
 
 
@@ -76,6 +79,7 @@ class ChatCodec:
         return len(self._encode(text))
 
     def _encode(self, text: str) -> list[int]:
+        text = _NO_CHARACTER.sub("\ufffd", text)
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
@@ -215,6 +219,12 @@ def _merge_neighbours(messages: list[dict[str, str]]) -> list[dict[str, str]]:
     return merged
 
 
+def with_system(messages: list[dict[str, str]], text: str | None) -> list[dict[str, str]]:
+    """The same turns after another system text, or none."""
+    turns = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": text}, *turns] if text else turns
+
+
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """How many ids two prompts share at their beginning."""
     return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -245,9 +255,7 @@ class Conversation:
     def set_system(self, text: str | None) -> None:
         """Another system text, or none, for the same turns."""
         self.system = text
-        turns = [message for message in self.messages if message["role"] != "system"]
-        self.clear()
-        self.messages += turns
+        self.messages = with_system(self.messages, text)
 
     def undo(self) -> str | None:
         """Take back the last question and its answer. Returns the question; None if there was none."""
@@ -260,7 +268,7 @@ class Conversation:
 
     def clear(self) -> None:
         """Forget all turns; the system text stays."""
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.messages = with_system([], self.system)
 
     def prompt_ids(self) -> list[int]:
         """Ids of all turns, ready for the assistant's next one. Raises MagicpigError."""
@@ -304,11 +312,14 @@ def document_text(path: str, data: bytes) -> str:
 
 def _read_bytes(path: str) -> bytes:
     try:
-        return Path(path).expanduser().read_bytes()
+        place = Path(path).expanduser()
+        if place.is_char_device() and place.resolve() != Path("/dev/null"):  # it may never end
+            raise MagicpigError(f"{path} is a device", hint="name a file")
+        return place.read_bytes()
     except FileNotFoundError:
         raise MagicpigError(f"there is no file {path}", hint="check the path; relative ones start here") from None
     except IsADirectoryError:
-        raise MagicpigError(f"{path} is a directory", hint=f"name its files one by one: -f {path}/…") from None
+        raise MagicpigError(f"{path} is a directory", hint="name its files one by one") from None
     except OSError as error:
         raise MagicpigError(f"{path} cannot be read: {error.strerror or error}") from error
     except (RuntimeError, ValueError) as error:  # ~ of a user who is not there, a NUL in the name

@@ -338,9 +338,7 @@ class Scheduler:
         answer.read_s = time.perf_counter() - answer.started
         yield PrefillProgress(answer.key, done, total, answer.read_s)
         if self._engine.take_cancelled(answer.key):
-            answer.finish = "interrupted"
-            if answer.sequence is not None:
-                answer.sequence.truncate(answer.reused)
+            answer.finish = "interrupted"  # the caller's sequence keeps what was read: asked again, that is reused
         elif done == total:
             assert logits is not None, "the last chunk has logits"
             yield from self._try_take(answer, logits)

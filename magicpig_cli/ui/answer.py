@@ -15,8 +15,8 @@ from magicpig_cli.errors import MagicpigError
 from magicpig_cli.events import Event, Failed, Finished, TokenEvent
 from magicpig_cli.ui import console
 from magicpig_cli.ui.answer_text import AnswerText, TextLook
-from magicpig_cli.ui.keys import unseen_keys
 from magicpig_cli.ui.live import open_view
+from magicpig_cli.ui.terminal import unseen_keys
 from magicpig_cli.units import format_seconds
 
 TWICE_WITHIN_S = 1.0  # two Ctrl-C within this time end the program

@@ -24,6 +24,7 @@ from magicpig_cli.events import Event, PrefillProgress, TokenEvent
 from magicpig_cli.ui import console
 from magicpig_cli.ui.live_state import LiveState, Setup, Work
 from magicpig_cli.ui.styles import Piece, styled
+from magicpig_cli.ui.terminal import in_front, undropped_output
 
 if TYPE_CHECKING:
     from magicpig_cli.engine.engine import Engine
@@ -151,7 +152,7 @@ class PanelView(View):
 
     def __enter__(self) -> View:
         self._open = True
-        self._ending.enter_context(_undropped_output(self._out))
+        self._ending.enter_context(undropped_output(self._out))
         self._ending.enter_context(_handling("SIGWINCH", self._on_resize))
         self._ending.enter_context(_handling("SIGTSTP", self._on_stop))
         notices = _Notices(self._out, self._note)
@@ -192,7 +193,7 @@ class PanelView(View):
             self._ending.close()
 
     def _draw(self) -> None:
-        if not _in_front(self._out):  # continued in the background: the terminal is somebody else's
+        if not in_front(self._out):  # continued in the background: the terminal is somebody else's
             return
         self.state.memory = self._memory()
         with self._alone():
@@ -292,44 +293,3 @@ def _handling(name: str, handler: Callable[[int, FrameType | None], None]) -> It
         yield
     finally:
         signal.signal(number, before)
-
-
-@contextlib.contextmanager
-def _undropped_output(stream: TextIO) -> Iterator[None]:
-    """While inside, Ctrl-C does not make the terminal drop what was written and not shown yet (NOFLSH).
-
-    A slow terminal would lose half a frame, the place of the cursor with it, and characters of the answer.
-    """
-    try:
-        import termios
-    except ImportError:  # not POSIX
-        yield
-        return
-    flag_at, flag = 3, termios.NOFLSH  # of what tcgetattr returns, the local modes
-
-    def switch(on: bool) -> bool:
-        """Returns what it was."""
-        modes = termios.tcgetattr(stream.fileno())
-        before = bool(modes[flag_at] & flag)
-        if before != on and _in_front(stream):  # from the background it would stop this process
-            modes[flag_at] ^= flag
-            termios.tcsetattr(stream.fileno(), termios.TCSANOW, modes)
-        return before
-
-    try:
-        before = switch(True)
-    except (OSError, ValueError, termios.error):  # no terminal
-        yield
-        return
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError, ValueError, termios.error):  # it has been closed
-            switch(before)
-
-
-def _in_front(stream: TextIO) -> bool:
-    try:
-        return os.tcgetpgrp(stream.fileno()) == os.getpgrp()
-    except OSError:  # not the terminal that started this process: nobody else writes there
-        return True

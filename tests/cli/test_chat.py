@@ -7,6 +7,7 @@ import pty
 import re
 import signal
 import stat
+import termios
 import time
 
 import pytest
@@ -77,6 +78,13 @@ def test_the_history_is_private_and_outlives_the_chat(scripted):
     again.sees("> remember me")
 
 
+def test_bytes_that_are_no_text_are_replaced(scripted):
+    chat = scripted("fine")
+    chat.type("abc \udcff\udcfe def\r")
+    chat.sees("fine")
+    assert statistics(chat.at_prompt())[0][0] == tokens("abc  def") + 2 * len("\ufffd".encode())
+
+
 def test_keys_typed_during_an_answer_wait_for_the_prompt(scripted):
     chat = scripted("a b c d e f g h i j k l m n o p q r s t u v w x y z", pause_s=0.02)
     chat.type("go\r")
@@ -118,7 +126,9 @@ def test_ctrl_c_while_reading_gives_text_and_documents_back(scripted, tmp_path):
     assert "interrupted before there was an answer" in rows
     chat.type("\r")
     chat.sees("the answer")
-    assert statistics(chat.at_prompt())[0][0] == tokens(("a long book " * 550) + "\n\nwhat is in it?")
+    prompt, _, reused = statistics(chat.at_prompt())[0]
+    assert prompt == tokens(("a long book " * 550) + "\n\nwhat is in it?")
+    assert 0 < reused < prompt  # what had been read was not read again
 
 
 def test_ctrl_c_at_the_prompt(scripted):
@@ -171,17 +181,27 @@ def test_a_signal_ends_it_cleanly(scripted, number, answering):
     assert not any(row[:1] in tuple("╭╰│") for row in rows)
 
 
-def test_the_end_of_its_terminal_ends_it(start_scripted):
-    """As if its window had been closed: nobody is left to be told, and nothing runs on."""
+@pytest.mark.parametrize("answered", [False, True], ids=["at once", "with something to keep"])
+def test_the_end_of_its_terminal_ends_it(start_scripted, tmp_path, answered):
+    """As if its window had been closed: nobody is left to be told, nothing runs on, and what is to be kept is kept."""
     ours, theirs = pty.openpty()
-    process = start_scripted(os.ttyname(theirs))
+    process = start_scripted(
+        os.ttyname(theirs), "an answer", arguments=("--session", "work"), environment={"PROMPT_TOOLKIT_NO_CPR": "1"}
+    )
     said = b""
-    while b"/help lists commands" not in said:
+    while b"kept after every turn" not in said:
+        said += os.read(ours, 4096)
+    while answered and termios.tcgetattr(theirs)[3] & termios.ICANON:  # the prompt is not there yet
+        time.sleep(0.01)
+    os.write(ours, b"go\r" if answered else b"")
+    while answered and b"TTFT" not in said:
         said += os.read(ours, 4096)
     os.close(theirs)
     os.close(ours)
     process.join(60)
     assert process.exitcode is not None
+    kept = sorted(path.name for path in (tmp_path / "data" / "magicpig-cli" / "sessions").iterdir())
+    assert kept == (["work.json", "work.safetensors"] if answered else [])
 
 
 # Answers
@@ -292,6 +312,44 @@ def test_an_unknown_command_says_what_may_be_meant(scripted):
     rows = chat.say("/regne")
     assert rows[-2:] == ["error: there is no command /regne", "hint: did you mean /regen?"]
     assert chat.say("/xyzzy")[-1] == "hint: /help lists them"
+    assert chat.say("/UNDO")[-1] == "hint: did you mean /undo?"
+    assert chat.say("/help fil")[-1] == "hint: did you mean /file?"
+    assert chat.say("/")[-1] == "hint: /help lists them"
+
+
+def test_a_path_that_was_meant_for_file(scripted, tmp_path):
+    (tmp_path / "a report.txt").write_text("text", encoding="utf-8")
+    chat = scripted(columns=200)
+    for typed in (f"{tmp_path}/a report.txt", f"  {tmp_path}/a report.txt"):
+        assert chat.say(typed)[-1] == f"hint: /file '{tmp_path}/a report.txt' puts it into your next message"
+
+
+def test_words_after_a_command_that_takes_none(scripted):
+    chat = scripted("first")
+    chat.say("one")
+    assert chat.say("/undo 2")[-2:] == ["error: nothing can follow /undo, but there is '2'", "hint: /undo"]
+    assert chat.say("/context")[-1].startswith(f"{tokens('one') + len('first')} of")
+
+
+def test_a_turn_taken_back_leaves_its_document_in_the_cache(scripted, tmp_path):
+    """It is not read again where the next message begins with it; where it does not, nothing of it is left."""
+    (tmp_path / "book.txt").write_text("a long book " * 50, encoding="utf-8")
+    chat = scripted("first", "second", "third", "fourth")
+    chat.say("/file book.txt")
+    chat.say("what is in it?")
+    chat.type("/retry\r")
+    chat.terminal.wait_until(lambda rows: rows.count("> what is in it?") == 2)
+    chat.sees(f"context {len('a long book ' * 50):,}/8,192")  # counted once: as the document that waits
+    chat.type("!\r")
+    chat.sees("second")
+    prompt, _, reused = statistics(chat.at_prompt())[1]
+    assert (prompt, reused) == (tokens("a long book " * 50 + "\n\nwhat is in it?!"), prompt - len("!<a>"))
+    chat.say("/undo")
+    assert chat.say("/context")[-2].startswith("0 of 8,192 tokens")
+    assert statistics(chat.say("and who wrote it?"))[2][2] > 600
+    chat.say("/undo")
+    chat.say("/undo")  # the book
+    assert statistics(chat.say("hello"))[3][2] == len("<u>")
 
 
 def test_undo_regen_and_retry(scripted):
@@ -333,6 +391,11 @@ def test_documents(scripted, tmp_path):
     assert "long.txt has 9,000 tokens, which do not fit beside the 196 in use: the context is 8,192" in rows
     assert "hint: pdftotext" in "\n".join(chat.say("/file scan.pdf"))
     assert "error: there is no file /nowhere" in "\n".join(chat.say("/file /nowhere"))
+    assert "error: /dev/zero is a device" in "\n".join(chat.say("/file /dev/zero"))
+    assert f"error: {tmp_path} is a directory" in "".join(chat.say(f"/file {tmp_path}"))
+    (tmp_path / "huge.txt").write_text("x" * 200_000, encoding="utf-8")
+    rows = "".join(chat.say("/file huge.txt"))
+    assert "huge.txt has more than 131,072 tokens, which do not fit beside the 196 in use: the context is 8,192" in rows
     assert "error: /file it's.txt: " in "\n".join(chat.say("/file it's.txt"))
     rows = chat.say("/undo")
     assert "goes into your next message" in rows[-1]  # the report, as before the turn

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,9 +113,11 @@ def test_a_resize_leaves_nothing_behind(start, terminal, columns):
     process = start("chat", "tell me", "-n", "6000", "--temperature", "0")
     terminal.wait_for("answering")
     terminal.resize(columns, 30)
-    time.sleep(0.5)
     terminal.settle()
-    assert len(framed(terminal.everything())) == 7
+    before = len(terminal.bytes_seen)
+    # Once it has been drawn for the new size there is one frame; a look may come in the middle of drawing one.
+    terminal.wait_until(lambda _: "╰" in terminal.bytes_seen[before:].decode(errors="replace"))
+    terminal.wait_until(lambda rows: tall(rows) and len(framed(terminal.everything())) == 7)
     terminal.type("\x03")
     assert process.wait(60) == 130
     terminal.settle()
@@ -169,6 +172,54 @@ def test_suspended_it_leaves_the_terminal_to_others(start, terminal):
     terminal.wait_for("interrupted")
     assert shell.wait(60) == 130
     assert not framed(terminal.everything())
+
+
+def test_keys_stay_unseen_after_ctrl_z_and_fg(start, terminal):
+    """An interactive shell sets its own modes while the answer is stopped, as `stty` does here."""
+    script = "set -m; {}; stty echo -noflsh; echo is stopped; read; fg"
+    shell = start("chat", "tell me", "-n", "7000", "--temperature", "0", shell=script)
+    terminal.wait_for("answering")
+    terminal.type("\x1a")
+    terminal.wait_for("is stopped")
+    assert local_modes(terminal) == (True, False)
+    terminal.type("\r")
+    terminal.wait_for("answering")
+    terminal.wait_until(lambda _: local_modes(terminal) == (False, True))
+    terminal.type("\x03")
+    terminal.wait_for("interrupted")
+    assert shell.wait(60) == 130
+    assert local_modes(terminal) == (True, False)
+
+
+def test_the_prompt_is_suspended_with_what_was_typed(start, terminal):
+    shell = start("chat", shell="set -m; {}; echo is stopped; read; fg")
+    terminal.wait_for("/help lists commands")
+    terminal.wait_for(">")
+    terminal.type("half a line")
+    terminal.wait_for("> half a line")
+    terminal.type("\x1a")
+    terminal.wait_for("is stopped")
+    terminal.type("\r")
+    terminal.wait_until(lambda rows: [row for row in rows if row][-2:-1] == ["> half a line"])
+    terminal.type("\x15/exit\r")
+    assert shell.wait(60) == 0
+
+
+def test_an_answer_that_ends_in_the_background_ends(start, terminal):
+    """Its last act is to give the terminal its modes back, which from the background would stop it."""
+    script = "set -m; {}; bg; wait %1; echo it ended with $?"
+    arguments = ("chat", "tell me", "-n", "700", "--temperature", "0")
+    shell = start(*arguments, shell=script)
+    terminal.wait_for("answering")
+    terminal.type("\x1a")
+    terminal.wait_for("it ended with 0")
+    assert shell.wait(60) == 0
+
+
+def local_modes(terminal: Emulator) -> tuple[bool, bool]:
+    """Whether keys are echoed, and whether what is not shown yet outlives a Ctrl-C."""
+    modes = termios.tcgetattr(terminal.theirs)[3]
+    return bool(modes & termios.ECHO), bool(modes & termios.NOFLSH)
 
 
 def test_a_reader_of_the_answer_finds_no_panel_below_it(start, terminal):

@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from magicpig_cli import sessions
+from magicpig_cli import session_files
 from magicpig_cli.cli.one_turn import OneTurn
 from magicpig_cli.config import AttentionOptions, GenerationOptions, ModelOptions, Settings
 from magicpig_cli.engine.engine import Engine
@@ -159,7 +160,7 @@ def test_save_load_and_list(engine, said, home):
     assert keeper.name == "first"
     assert keeper.save(None, one)[0].startswith("kept as first")
     keeper.leave(one)
-    assert sessions.most_recent() == "first"
+    assert session_files.most_recent() == "first"
     nameless = said.sessions()
     nameless.save(None, one)
     assert nameless.name is not None
@@ -172,12 +173,12 @@ def test_save_load_and_list(engine, said, home):
 )
 def test_names_lead_nowhere_else(name):
     with pytest.raises(UsageError, match="no name for a session"):
-        sessions.checked_name(name)
+        session_files.checked_name(name)
 
 
 @pytest.mark.parametrize("name", ["a", "Über uns 2", "2026-11-30-1", "本", "x.y_z+1"])
 def test_names_that_people_give(name):
-    assert sessions.checked_name(name) == name
+    assert session_files.checked_name(name) == name
 
 
 def test_another_model_keeps_the_messages(engine, said, home, tiny_directory, tmp_path):
@@ -212,7 +213,7 @@ def test_a_damaged_session_says_so(engine, said, home):
     (home / "work.json").write_text('{"format": "magicpig-session", "version": 9}')
     with pytest.raises(MagicpigError, match="newer version"):
         said.sessions().open("work", turn(engine))
-    assert sessions.kept() == []
+    assert session_files.kept() == []
 
 
 def test_the_command_line_outranks_what_was_kept(engine, said):
@@ -224,6 +225,109 @@ def test_the_command_line_outranks_what_was_kept(engine, said):
     loaded = said.sessions().open("work", other)
     assert loaded is not None
     assert loaded.generation == GenerationOptions(max_tokens=6, temperature=0.5)
+
+
+def test_the_system_text_of_the_command_line_replaces_what_was_kept(engine, said):
+    held(engine, said)
+    other = OneTurn(engine, Settings(generation=GREEDY, system="Be brief."))
+    loaded = said.sessions().open("work", other)
+    assert loaded is not None
+    assert loaded.system == "Be brief."
+    assert loaded.messages[0] == {"role": "system", "content": "Be brief."}
+    assert [message["role"] for message in loaded.messages[1:]] == ["user", "assistant"] * 2
+
+
+def test_what_is_only_looked_at_stays_as_it_is(engine, said, home, tiny_directory):
+    """By another model too, to which its keys and values are of no use."""
+    held(engine, said)
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in home.iterdir()}
+    for other in (engine, load(tiny_directory, kv_dtype="bfloat16")):
+        one, keeper = turn(other), said.sessions()
+        one.open(keeper, "work", quiet=True)
+        keeper.leave(one)
+        assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in home.iterdir()} == before
+
+
+def test_a_conversation_that_was_cleared_is_forgotten_on_disk_too(engine, said, home):
+    held(engine, said)
+    one, keeper = turn(engine), said.sessions()
+    one.open(keeper, "work", quiet=True)
+    one.conversation.clear()
+    one.sequence.truncate(0)
+    keeper.leave(one)
+    assert [path.name for path in home.iterdir()] == ["work.json"]
+    assert json.loads((home / "work.json").read_text())["messages"] == []
+
+
+def test_ctrl_c_while_one_is_loaded_leaves_the_present_one(engine, said, home, monkeypatch):
+    held(engine, said, "other")
+    one, keeper = turn(engine), said.sessions()
+    keeper.open("work", one)
+    ask(one, "mine")
+    keeper.after_turn(one)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    other = (home / "other.json").read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "restore", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            keeper.load("other", one)
+    assert keeper.name == "work"
+    ask(one, "and again")
+    keeper.after_turn(one)
+    keeper.leave(one)
+    assert (home / "other.json").read_bytes() == other
+    assert json.loads((home / "work.json").read_text())["turns"] == 2
+    said.sessions().open("other", turn(engine))  # nobody holds it
+
+
+def test_what_a_killed_process_has_left_is_removed(engine, said, home):
+    held(engine, said)
+    (home / ".work.new").write_bytes(b"half of it")
+    one, keeper = turn(engine), said.sessions()
+    one.open(keeper, "work", quiet=True)
+    assert not (home / ".work.new").exists()
+    keeper.leave(one)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("system", 5), ("settings", {"generation": {"temperature": "hot"}}), ("settings", []),
+        ("settings", {"generation": {"stop": "x"}}), ("settings", {"generation": {"top_k": 1.5}}), ("messages", ["hi"]),
+    ],
+)  # fmt: skip
+def test_slips_of_those_who_edit_a_session(engine, said, home, place, value):
+    held(engine, said, turns=1)
+    content = json.loads((home / "work.json").read_text())
+    (home / "work.json").write_text(json.dumps(content | {place: value}))
+    if value == []:
+        assert said.sessions().open("work", turn(engine)) is not None  # nothing is said of settings
+        return
+    with pytest.raises(MagicpigError, match="is no session"):
+        said.sessions().open("work", turn(engine))
+
+
+def test_a_session_goes_on_with_its_own_model(tiny_directory, home, tmp_path):
+    """From another directory, and whatever the environment says; -m outranks it."""
+    program = [sys.executable, "-m", "magicpig_cli", "chat", "--temperature", "0", "-n", "2", "--json"]
+
+    def run(*arguments: str, folder: Path = tmp_path) -> tuple[dict, str]:
+        done = subprocess.run(
+            [*program, *arguments, "hi"], capture_output=True, text=True, check=False, cwd=folder,
+            stdin=subprocess.DEVNULL, env=os.environ | {"MAGICPIG_MODEL": "no/such-model"},
+        )  # fmt: skip
+        return json.loads(done.stdout) if done.returncode == 0 else {}, done.stderr
+
+    run("--session", "a", "-m", tiny_directory.name, folder=tiny_directory.parent)
+    for wanted in (["--continue"], ["--session", "a"]):
+        answered, said = run(*wanted)
+        assert answered["model"] == tiny_directory.name, said
+        assert answered["usage"]["reused_tokens"] > 0
+    answered, said = run("--continue", "-m", "./nowhere")
+    assert "there is no file or directory nowhere" in said
 
 
 def test_a_full_disk_keeps_the_text_and_warns(engine, said, home, monkeypatch):
@@ -273,6 +377,47 @@ def test_an_edited_document_reuses_what_comes_before(engine, said, tmp_path):
     shorter = ask(turn(engine), "Where to?", [("book.txt", edited[:2000])], said.cache(path, engine))
     assert shorter.reused_tokens > 1900
     assert path.stat().st_mtime_ns == before  # the file has all of it
+
+
+def test_a_question_alone_does_not_take_the_place_of_documents(engine, said, tmp_path):
+    """As where -f was forgotten, or the conversation was cleared."""
+    path = tmp_path / "book.cache"
+    ask(turn(engine), "Where to?", [("book.txt", BOOK)], said.cache(path, engine))
+    before = path.read_bytes()
+    ask(turn(engine), "A long question. " * 30, cache=said.cache(path, engine))
+    assert path.read_bytes() == before
+    ask(turn(engine), "A long question. " * 30, cache=said.cache(tmp_path / "new", engine))
+    assert (tmp_path / "new").exists()
+
+
+def test_what_is_in_memory_is_not_read_from_the_file(engine, said, tmp_path, monkeypatch):
+    cache = said.cache(tmp_path / "book.cache", engine)
+    one = turn(engine)
+    ask(one, "Where to?", [("book.txt", BOOK)], cache)
+    one.conversation.clear()
+    monkeypatch.setattr(engine, "restore", lambda *_: pytest.fail("it was read"))
+    assert ask(one, "Where to?", [("book.txt", BOOK)], cache).reused_tokens > len(BOOK)
+
+
+def test_ctrl_c_once_the_answer_is_complete_gives_up_the_file_alone(engine, said, tmp_path, monkeypatch):
+    def slowly(*_: object, go_on, **__: object) -> int:
+        while True:
+            go_on()
+            time.sleep(0.01)
+
+    monkeypatch.setattr(engine, "save", slowly)
+    one = turn(engine)
+    end = PromptCache._end
+
+    def end_interrupted(cache: PromptCache, finished):
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return end(cache, finished)
+
+    monkeypatch.setattr(PromptCache, "_end", end_interrupted)
+    finished = ask(one, "Where to?", [("book.txt", BOOK)], said.cache(tmp_path / "book.cache", engine))
+    assert len(finished.token_ids) == 6
+    assert [message["role"] for message in one.conversation.messages] == ["user", "assistant"]
+    assert "no prompt cache: interrupted" in said
 
 
 def test_another_sampler_makes_the_index_anew_and_says_so(engine, said, tmp_path, tiny_directory):

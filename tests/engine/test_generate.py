@@ -167,20 +167,25 @@ def test_cancel_while_decoding_keeps_what_is_there(tiny_engine):
     assert sequence.length == 80 + len(done.token_ids) - 1
 
 
-def test_cancel_while_prefilling_leaves_what_was_there_before(tiny_engine):
+def test_cancel_while_prefilling_keeps_the_chunks_that_were_read(tiny_engine):
     engine = tiny_engine()
     sequence = engine.new_sequence()
     answers(engine, [ask(engine, "a", prompt(80), sequence=sequence)], 1)
     longer = prompt(80) + prompt(1500, seed=3)
     for event in engine.generate([ask(engine, "b", longer, sequence=sequence)]):
-        if isinstance(event, PrefillProgress) and event.done > 500:
+        if isinstance(event, PrefillProgress) and event.done > 580:
             engine.cancel("b")
         if isinstance(event, Finished):
             done = event
     assert done.reason == "interrupted"
     assert done.token_ids == ()
-    assert sequence.ids == prompt(80)
-    assert {layer.length for layer in sequence.layers} == {80}
+    assert 580 < sequence.length < len(longer)
+    assert sequence.ids == longer[: sequence.length]
+    assert {layer.length for layer in sequence.layers} == {sequence.length}
+    read = sequence.length
+    again = answers(engine, [ask(engine, "c", longer, sequence=sequence)], 1)["c"]
+    assert again.reused_tokens == read
+    assert again.token_ids == answers(engine, [ask(engine, "d", longer)], 1)["d"].token_ids
 
 
 def test_abandoned_generator_leaves_a_usable_sequence(tiny_engine):

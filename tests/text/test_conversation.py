@@ -112,3 +112,5 @@ def test_files_that_are_not_there(tmp_path):
         read_document(str(tmp_path / "missing.txt"))
     with pytest.raises(MagicpigError, match="is a directory"):
         read_document(str(tmp_path))
+    with pytest.raises(MagicpigError, match="is a device"):
+        read_document("/dev/zero")

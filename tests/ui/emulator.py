@@ -50,8 +50,8 @@ class Emulator:
         return open(os.dup(self.theirs), "w", encoding="utf-8")
 
     def type(self, keys: str) -> None:
-        """As if typed by a person."""
-        os.write(self._ours, keys.encode())
+        """As if typed by a person; a surrogate stands for a byte that is no UTF-8."""
+        os.write(self._ours, keys.encode(errors="surrogateescape"))
 
     def start(self, arguments: list[str], **options: Any) -> subprocess.Popen[bytes]:
         """A program on this terminal, in front; `options` of Popen may send its streams elsewhere."""

@@ -17,7 +17,7 @@ from prompt_toolkit.document import Document
 
 from magicpig_cli.errors import MagicpigError
 from magicpig_cli.events import Finished, StepStats, Timing
-from magicpig_cli.ui.chat import history, sessions
+from magicpig_cli.ui.chat import history, loop, sessions
 from magicpig_cli.ui.chat.completing import SlashCompleter
 from magicpig_cli.ui.chat.history import CappedHistory
 from magicpig_cli.ui.chat.patience import interruptible
@@ -163,6 +163,26 @@ def test_where_nothing_is_kept_the_commands_say_so():
     for command in (sessions.save, sessions.load, sessions.list_sessions):
         with pytest.raises(MagicpigError, match="not available"):
             command(chat, "x")
+
+
+def test_signals_that_are_ignored_or_unknown_are_left_alone(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with loop._ending_by_signal():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert callable(signal.getsignal(signal.SIGTERM))
+        monkeypatch.delattr(signal, "SIGHUP")  # as on Windows
+        with loop._ending_by_signal():
+            assert callable(signal.getsignal(signal.SIGTERM))
+    finally:
+        monkeypatch.undo()
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_names_of_sessions_stand_in_columns_whatever_their_width(capsys):
+    table = SimpleNamespace(table=lambda: (["name", "turns"], [["本の話", "1"], ["work", "2"]]))
+    sessions.list_sessions(SimpleNamespace(sessions=table), "")
+    assert capsys.readouterr().err.splitlines() == ["name    turns", "本の話  1", "work    2"]
 
 
 def test_work_returns_and_raises():

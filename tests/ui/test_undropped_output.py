@@ -11,7 +11,7 @@ from typing import TextIO
 
 import pytest
 
-from magicpig_cli.ui.live import _undropped_output
+from magicpig_cli.ui.terminal import undropped_output
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def keeps(stream: TextIO) -> bool:
 
 def test_all_of_it_is_shown_while_a_panel_is_there(ends):
     ours, stream = ends
-    with _undropped_output(stream):
+    with undropped_output(stream):
         assert shown_after_interrupt(ours, stream).count(b"x") == 8000
     assert not keeps(stream)
     assert shown_after_interrupt(ours, stream).count(b"x") < 8000  # what a terminal does by itself
@@ -51,12 +51,12 @@ def test_a_terminal_that_kept_it_before_keeps_it_after(ends):
     modes = termios.tcgetattr(stream.fileno())
     modes[3] |= termios.NOFLSH
     termios.tcsetattr(stream.fileno(), termios.TCSANOW, modes)
-    with _undropped_output(stream):
+    with undropped_output(stream):
         assert keeps(stream)
     assert keeps(stream)
 
 
 def test_what_is_no_terminal_is_left_alone(tmp_path):
-    with open(tmp_path / "file", "w", encoding="utf-8") as stream, _undropped_output(stream):
+    with open(tmp_path / "file", "w", encoding="utf-8") as stream, undropped_output(stream):
         stream.write("text")
     assert (tmp_path / "file").read_text() == "text"

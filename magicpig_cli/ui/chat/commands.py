@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,13 +41,19 @@ def run(chat: Chat, line: str) -> str | None:
     name, _, argument = line.partition(" ")
     command = _find(name)
     if command is None:
-        names = [*(command.name for command in COMMANDS), *_ALIASES]
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {close[0]}?" if close else "/help lists them"
-        if os.path.exists(name):
-            hint = f"/file {line} puts it into your next message"
+        path = next((path for path in (line, name) if os.path.isfile(path)), None)
+        hint = _meant(name) if path is None else f"/file {shlex.quote(path)} puts it into your next message"
         raise MagicpigError(f"there is no command {name}", hint=hint)
-    return command.run(chat, argument.strip())
+    argument = argument.strip()
+    if argument and " " not in command.usage:
+        raise MagicpigError(f"nothing can follow {name}, but there is {argument!r}", hint=command.name)
+    return command.run(chat, argument)
+
+
+def _meant(name: str) -> str:
+    names = [*(command.name for command in COMMANDS), *_ALIASES]
+    close = difflib.get_close_matches(name.lower(), names, n=1) if name.strip("/") else []
+    return f"did you mean {close[0]}?" if close else "/help lists them"
 
 
 def _find(name: str) -> Command | None:
@@ -58,7 +65,7 @@ def _help(_chat: Chat, argument: str) -> None:
     if argument:
         command = _find("/" + argument.lstrip("/"))
         if command is None:
-            raise MagicpigError(f"there is no command {argument}", hint="/help lists them")
+            raise MagicpigError(f"there is no command {argument}", hint=_meant("/" + argument.lstrip("/")))
         console.say(f"{command.usage}  {command.help}")
         return
     width = max(len(command.usage) for command in COMMANDS)
@@ -74,10 +81,10 @@ def _clear(chat: Chat, _: str) -> None:
 def _system(chat: Chat, argument: str) -> None:
     if argument:
         chat.conversation.set_system(None if argument in ('""', "''") else argument)
-    if not argument or not chat.sequence.length:
+    if not argument or not chat.cached_tokens:
         console.say(f"system prompt: {chat.conversation.system or 'none'}")
         return
-    console.say(f"system prompt set; your next message reads the {chat.sequence.length:,} tokens of before again")
+    console.say(f"system prompt set; your next message reads the {chat.cached_tokens:,} tokens of before again")
 
 
 def _stats(chat: Chat, _: str) -> None:
@@ -91,7 +98,7 @@ _MEMORY = (("K/V", "kv_bytes"), ("index", "index_bytes"), ("process", "rss_bytes
 
 
 def _context(chat: Chat, _: str) -> None:
-    used, total = chat.sequence.length, chat.engine.context
+    used, total = chat.cached_tokens, chat.engine.context
     console.say(f"{used:,} of {total:,} tokens ({used / total:.0%})")
     for document in chat.waiting:
         console.say(f"+ {document.tokens:,} of {document.name}, with your next message")
@@ -126,7 +133,7 @@ def _taken_back(chat: Chat) -> Asked:
     asked = chat.take_back()
     if asked is None:
         raise MagicpigError("there is no turn to take back")
-    chat.fit_cache()
+    chat.count_cache()
     return asked
 
 

@@ -17,6 +17,10 @@ from magicpig_cli.ui.chat.patience import interruptible
 if TYPE_CHECKING:
     from magicpig_cli.ui.chat.state import Chat
 
+# Characters per token of the context that are counted at first: a file of many gigabytes is refused without counting
+# it all. Words of English prose have 4 to 6, tokens 4.
+_LONGEST_TOKENS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
@@ -44,12 +48,16 @@ def file(chat: Chat, argument: str) -> None:
 
 def add_document(chat: Chat, name: str, text: str) -> None:
     """Let a document wait for the next message, and say what it takes. Raises ContextError if it has no room."""
-    tokens = interruptible(lambda: chat.engine.codec.count(text))
     used, total = chat.used_tokens, chat.engine.context
+    begin = text[: _LONGEST_TOKENS * total]
+    tokens = interruptible(lambda: chat.engine.codec.count(begin))
+    cut = len(begin) < len(text)
+    if cut and used + tokens < total:  # long tokens: they all count
+        tokens, cut = interruptible(lambda: chat.engine.codec.count(text)), False
     if used + tokens >= total:  # the answer takes one at least
         beside = f" beside the {used:,} in use" if used else ""
         raise ContextError(
-            f"{name} has {tokens:,} tokens, which do not fit{beside}: the context is {total:,}",
+            f"{name} has {'more than ' * cut}{tokens:,} tokens, which do not fit{beside}: the context is {total:,}",
             hint="split the document, /clear, or start with a larger -c",
         )
     chat.waiting.append(Waiting(Path(name).name, text, tokens))

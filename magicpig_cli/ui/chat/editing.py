@@ -27,6 +27,7 @@ def editor(completer: Completer, toolbar: Callable[[], AnyFormattedText]) -> Pro
         _PROMPT, key_bindings=_key_bindings(), multiline=True, prompt_continuation="  ",
         output=create_output(_screen()), history=CappedHistory(history_path()), completer=completer,
         complete_while_typing=Condition(_is_command), bottom_toolbar=toolbar, reserve_space_for_menu=6,
+        enable_suspend=True,
     )  # fmt: skip
 
 

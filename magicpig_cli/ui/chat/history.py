@@ -60,8 +60,11 @@ class CappedHistory(FileHistory):
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
     """While inside, no other chat writes there: one that cuts the file would lose what another adds."""
-    import fcntl
-
+    try:
+        import fcntl
+    except ImportError:  # not on Windows, which is told so but not blocked
+        yield
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

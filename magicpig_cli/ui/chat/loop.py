@@ -24,6 +24,8 @@ from magicpig_cli.ui.chat.sessions import Sessions, open_session
 from magicpig_cli.ui.chat.state import Chat
 from magicpig_cli.ui.chat.toolbar import Toolbar
 
+_ENDING = ("SIGTERM", "SIGHUP")  # by name: not every system has them
+
 
 def converse(
     engine: Engine, settings: Settings, documents: list[tuple[str, str]], *, quiet: bool, live: bool = True,
@@ -59,8 +61,8 @@ def _loop(chat: Chat) -> None:
     prompt = editor(SlashCompleter(chat), toolbar)
     default = ""
     while True:
-        toolbar.update(chat)
         try:
+            toolbar.update(chat)
             line = prompt.prompt(default=default)
         except KeyboardInterrupt:
             if chat.interrupts.is_second():
@@ -96,7 +98,10 @@ def _handle(chat: Chat, line: str) -> str | None:
 
 @contextlib.contextmanager
 def _ending_by_signal() -> Iterator[None]:
-    """While inside, SIGTERM and SIGHUP end the chat as Ctrl-C twice does: what is to be kept is kept."""
+    """While inside, SIGTERM and SIGHUP end the chat as Ctrl-C twice does: what is to be kept is kept.
+
+    Not one that whoever started this process wants ignored (`nohup`).
+    """
 
     def end(_number: int, _frame: FrameType | None) -> None:
         app = get_app_or_none()
@@ -105,7 +110,10 @@ def _ending_by_signal() -> Iterator[None]:
         # What is raised within a callback of asyncio goes no further.
         app.loop.call_soon_threadsafe(_leave_prompt, app)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    numbers: list[Any] = [number for name in _ENDING if (number := getattr(signal, name, None)) is not None]
+    # None: a handler that Python cannot put back
+    numbers = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
     except Ended:

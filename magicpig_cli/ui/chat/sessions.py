@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from typing import TYPE_CHECKING, Protocol
 
+from rich.cells import cell_len, set_cell_size
+
 from magicpig_cli.errors import MagicpigError
 from magicpig_cli.sessions import Loaded
 from magicpig_cli.ui import console
@@ -61,17 +63,16 @@ def open_session(chat: Chat, name: str) -> None:
     """At the start of a chat: go on with a conversation that was kept, or begin one of this name."""
     loaded = _sessions(chat).open(name, chat)
     if loaded is not None:
-        _go_on(chat, name, loaded)
+        _go_on(chat, name, loaded, quiet=chat.quiet)
     elif not chat.quiet:
         console.say(f"{name}: a new conversation, kept after every turn")
 
 
-def _go_on(chat: Chat, name: str, loaded: Loaded) -> None:
+def _go_on(chat: Chat, name: str, loaded: Loaded, *, quiet: bool = False) -> None:
     chat.replace(loaded)
-    for line in loaded.notices:
-        console.say(line)
     turns = "1 turn" if loaded.turns == 1 else f"{loaded.turns:,} turns"
-    console.say(f"{name}: {turns}; the conversation goes on")
+    for line in () if quiet else (*loaded.notices, f"{name}: {turns}; the conversation goes on"):
+        console.say(line)
 
 
 def list_sessions(chat: Chat, _: str) -> None:
@@ -80,9 +81,9 @@ def list_sessions(chat: Chat, _: str) -> None:
     if not rows:
         console.say("there are none; /save NAME keeps this conversation")
         return
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    widths = [max(map(cell_len, column)) for column in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):
-        console.say("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        console.say("  ".join(map(set_cell_size, row, widths)).rstrip())
 
 
 def _sessions(chat: Chat) -> Sessions:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, replace
 
+from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.config import Settings
 from magicpig_cli.engine.conversation import Conversation, common_prefix, document_message
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.errors import ContextError, MagicpigError
 from magicpig_cli.events import Event, Finished
-from magicpig_cli.prompt_cache import PromptCache, document_tokens
+from magicpig_cli.prompt_cache import FirstMessage, PromptCache
 from magicpig_cli.sessions import Loaded
 from magicpig_cli.ui import console
 from magicpig_cli.ui.answer import Interrupts, show_notices, statistics_line, stream_answer
@@ -33,10 +34,14 @@ class Asked:
     documents: tuple[Waiting, ...] = ()
 
     @property
+    def named_documents(self) -> list[tuple[str, str]]:
+        """Their (name, text)."""
+        return [(document.name, document.text) for document in self.documents]
+
+    @property
     def message(self) -> str:
         """What the model is told."""
-        documents = [(document.name, document.text) for document in self.documents]
-        return document_message(documents, self.text) if documents else self.text
+        return document_message(self.named_documents, self.text) if self.documents else self.text
 
 
 class Chat:
@@ -59,6 +64,7 @@ class Chat:
         self.asked: list[Asked] = []  # one per user message
         self.interrupts = Interrupts()
         self.totals = Totals()
+        self._belonging = 0  # see cached_tokens
         self._warned = 0.0  # share of the context that was last warned of
 
     # Turns
@@ -110,7 +116,7 @@ class Chat:
         try:
             ids = self._prompt_ids()
             show_notices(self.engine, quiet=self.quiet)
-            finished = self._cached(ids) if self._prompt_cache and len(self.asked) == 1 else self._stream(ids)
+            finished = self._run(ids)
         except ContextError as error:
             console.error(ContextError(error.message, hint=_MAKES_ROOM))
             return None
@@ -119,11 +125,22 @@ class Chat:
             return None
         if finished.dropped:
             console.say("interrupted before there was an answer")
+            self._belonging = min(self._belonging, finished.reused_tokens)
             return None
         return finished
 
-    def _stream(self, ids: list[int], *observers: Callable[[Event], None]) -> Finished:
-        request = self.engine.request("chat", ids, self.settings.generation, self.sequence)
+    def _run(self, ids: list[int]) -> Finished:
+        """Answer a prompt; the first one with documents that the prompt cache has or is to have."""
+        if self._prompt_cache is None or len(self.asked) > 1:
+            return self._stream(ids, self.sequence)
+        first = FirstMessage(self.conversation.messages, self.asked[0].named_documents, self.asked[0].text)
+        return self._prompt_cache.answer(
+            first, ids, self.sequence, lambda sequence, observe: self._stream(ids, sequence, observe)
+        )
+
+    def _stream(self, ids: list[int], sequence: Sequence, *observers: Callable[[Event], None]) -> Finished:
+        self.sequence = sequence
+        request = self.engine.request("chat", ids, self.settings.generation, sequence)
         self.totals.begin()
 
         def observe(event: Event) -> None:
@@ -135,20 +152,9 @@ class Chat:
             look=replace(self.look, opened=self.conversation.opened_thinking), observe=observe,
         )  # fmt: skip
 
-    def _cached(self, ids: list[int]) -> Finished:
-        """The first answer, with documents that the prompt cache has or is to have."""
-        cache, asked = self._prompt_cache, self.asked[0]
-        assert cache is not None
-        documents = [(document.name, document.text) for document in asked.documents]
-        tokens = document_tokens(self.engine.codec, self.conversation.messages, documents, asked.text, ids)
-        self.sequence = cache.begin(ids, tokens, self.sequence)
-        try:
-            return cache.end(self._stream(ids, cache.observe))
-        finally:
-            cache.drop()
-
     def _add(self, finished: Finished) -> None:
         self.conversation.add_assistant(finished.text)
+        self._belonging = self.sequence.length
         if not self.quiet:
             console.say(statistics_line(finished))
         self._warn_of_context(finished)
@@ -167,20 +173,29 @@ class Chat:
     # Context
 
     @property
+    def cached_tokens(self) -> int:
+        """First tokens of the sequence that belong to the conversation.
+
+        It holds more after a turn was taken back: the next message mostly begins like that one, with its documents, and
+        is read from where they part.
+        """
+        return min(self._belonging, self.sequence.length)
+
+    @property
     def used_tokens(self) -> int:
         """Tokens in the cache, and of the documents that wait."""
-        return self.sequence.length + sum(document.tokens for document in self.waiting)
+        return self.cached_tokens + sum(document.tokens for document in self.waiting)
 
-    def fit_cache(self) -> None:
-        """After turns were taken back: keep of the cache what still belongs to the conversation."""
+    def count_cache(self) -> None:
+        """After turns were taken back: find out what of the cache still belongs to the conversation."""
         kept = self._prompt_ids() if self.asked else []
-        self.sequence.truncate(common_prefix(self.sequence.ids, kept))
-        self._warned = min(self._warned, self.sequence.length / self.engine.context)
+        self._belonging = common_prefix(self.sequence.ids, kept)
+        self._warned = min(self._warned, self._belonging / self.engine.context)
 
     def forget(self) -> None:
         """Start over; system text and settings stay."""
         self.conversation.clear()
-        self.asked, self.waiting, self._warned = [], [], 0.0
+        self.asked, self.waiting, self._warned, self._belonging = [], [], 0.0, 0
         self.sequence.truncate(0)
 
     def replace(self, loaded: Loaded) -> None:
@@ -194,10 +209,11 @@ class Chat:
             self.settings = replace(self.settings, generation=loaded.generation)
         if loaded.sequence is not None:
             self.sequence = loaded.sequence
+            self._belonging = loaded.sequence.length
 
     def _warn_of_context(self, finished: Finished) -> None:
         """Once at each mark, and when an answer has been cut by it."""
-        total, used = self.engine.context, self.sequence.length
+        total, used = self.engine.context, self.cached_tokens
         share = used / total
         mark = next((mark for mark in _WARN_AT if share >= mark), 0.0)
         if finished.reason == "length" and finished.prompt_tokens + len(finished.token_ids) >= total:
