@@ -26,7 +26,7 @@ def realistic(head_dim: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(7)
     cluster = rng.choice(32, size=COUNT, p=(1 / np.arange(1, 33)) / (1 / np.arange(1, 33)).sum())
     centres, mean = rng.normal(size=(32, head_dim)), 2 * rng.normal(size=head_dim)
-    keys = mean + 0.8 * centres[cluster] + rng.normal(size=(COUNT, head_dim))
+    keys = mean + 0.5 * centres[cluster] + rng.normal(size=(COUNT, head_dim))
     keys += np.repeat(0.3 * rng.normal(size=(COUNT // 256, head_dim)), 256, axis=0)
     keys[:, :2] *= 4
     q = -0.3 * mean + centres[[0, 3, 11, 25]] + 0.5 * rng.normal(size=(H, head_dim))
@@ -53,7 +53,7 @@ class Draws:
 def draws(request: pytest.FixtureRequest) -> Draws:
     head_dim, bits = request.param
     q, rows = realistic(head_dim)
-    table, scale, weights = make_table(rows, "bfloat16"), 1.5 * head_dim**-0.5, log_normal()
+    table, scale, weights = make_table(rows, "bfloat16"), head_dim**-0.5, log_normal()
     stored = table.read(0, COUNT)[0].astype(np.float64)
     s = scale * (q.astype(np.float64) @ stored[:, 0].T)  # [H, N]
     exps = np.exp(s - s.max(axis=1, keepdims=True))
@@ -125,5 +125,5 @@ def test_the_estimated_error_is_about_the_true_one(draws):
     """RMS over rotations, per head; EVIDENCE.md: true / estimated 1.20 to 1.29 at the median, before calibration."""
     true = np.sqrt((((draws.outs - draws.exact) ** 2).sum(axis=2)).mean(axis=0)) / np.linalg.norm(draws.exact, axis=1)
     estimated = np.sqrt((draws.errors.astype(np.float64) ** 2).mean(axis=0))
-    assert (0.5 < true / estimated).all()
+    assert (true / estimated > 0.5).all()
     assert (true / estimated < 2).all()
