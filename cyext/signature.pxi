@@ -198,7 +198,8 @@ cdef class Signed:
         cdef int G = self.job.G
         cdef double ns
         cdef int64_t room = max(most, 2 * G * self.longest)
-        cdef Memory scores = Memory(room, zero=False), items = Memory((room // (2 * G * CELL_ROWS) + 1) * sizeof(SignedItem))
+        cdef int64_t most_items = max(room // (2 * G * CELL_ROWS), self.count * G)  # cells to score, or heads
+        cdef Memory scores = Memory(room, zero=False), items = Memory(most_items * sizeof(SignedItem))
         cdef SignedItem* item = <SignedItem*>items.at
         self.job.scratch_bytes = (2 * self.longest // 64 + 1) * 64
         cdef Memory scratch = Memory(threads * self.job.scratch_bytes, zero=False)

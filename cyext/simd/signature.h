@@ -209,7 +209,7 @@ static OUTLINE void score_cell(const uint8_t *codes, const uint16_t *factors, co
 #undef SCORE
 }
 
-static inline int64_t scores_at_least(const int16_t *scores, int64_t n, int16_t bound) {
+static OUTLINE int64_t scores_at_least(const int16_t *scores, int64_t n, int16_t bound) {
     int64_t count = 0;
     for (int64_t first = 0; first < n; first += 8192) { /* counted in 16 bits within */
         const int64_t last = first + 8192 < n ? first + 8192 : n;
@@ -222,7 +222,7 @@ static inline int64_t scores_at_least(const int16_t *scores, int64_t n, int16_t 
 
 /* The score that a share of the rows reaches, taken from every so-manieth of them. TOP_SCORE + 1: none is to be taken;
  * −TOP_SCORE − 1: all. subset: room for n scores. */
-static inline int score_bound(const int16_t *scores, int64_t n, double share, int16_t *subset) {
+static OUTLINE int score_bound(const int16_t *scores, int64_t n, double share, int16_t *subset) {
     if (share <= 0 || n == 0) return TOP_SCORE + 1;
     const double wanted = ceil(EXPECTED_ROWS / share);
     const int64_t rows = wanted > SUBSET_ROWS ? wanted < (double)n ? (int64_t)wanted : n : SUBSET_ROWS;

@@ -325,6 +325,23 @@ def test_exact_runs_beside_samples_weigh_as_their_keys_do(isa):
     assert (done.error[0] > 0).all()
 
 
+def test_many_short_sequences_in_one_call(isa):
+    """More query heads than cells in a batch of scores: each sequence as if it were alone."""
+    B, basis = 60, make_basis(32, 8)
+    table = make_table(make_rows(4, 512, 8), "bfloat16")
+    kinds = [make_signed(table, count, basis) for count in (0, 256, 512)]
+    groups, q = [kinds[b % 3] for b in range(B)], queries(B, 16, 8)
+    asked: dict[str, Any] = {"tail": 0.25, "key": KEY, "scale": 0.3, "threads": 2}
+    done = kernels.rabitq_attend(q, basis, groups, WEIGHTS, budget=budgets(B, 16, 0.1), **asked)
+    for b in (0, 1, 2, 58, 59):
+        one = slice(b, b + 1)
+        alone = kernels.rabitq_attend(q[one].copy(), basis, groups[one], WEIGHTS, budget=budgets(1, 16, 0.1), **asked)
+        assert np.array_equal(done.out[one], alone.out)
+        assert np.array_equal(done.sampled[one], alone.sampled)
+    none = kernels.rabitq_attend(q[:0], basis, [], WEIGHTS, budget=budgets(0, 16, 0.1), **asked)
+    assert none.out.shape == (0, 16, 8)
+
+
 def test_a_budget_is_kept_on_average(isa):
     basis, table = make_basis(128, 64), make_table(make_rows(2, 5120, 64), "bfloat16")
     group, q = make_signed(table, 5120, basis), queries(1, 32, 64)

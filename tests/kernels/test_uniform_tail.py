@@ -1,4 +1,4 @@
-"""The uniform tail, which both samplers have: who is in it, and what that does to weights and to the estimated error."""
+"""The uniform tail, which both samplers have: who is in it, what that does to weights and to the estimated error."""
 
 from __future__ import annotations
 
