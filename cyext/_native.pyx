@@ -132,10 +132,10 @@ cdef extern from "signature.h" nogil:
     void project_vectors(const float* x, const float* panels, int D, int nibbles, float* out)
     void look_up_tables(const float* projected, int64_t stride, int nibbles, uint8_t* table, signed_t* head)
     float largest_size(const float* x, int64_t n)
-    uint16_t largest_factor(const uint16_t* factors, uint16_t most)
     float score_unit(const signed_t* head, int nibbles, float of_means, float factor)
-    void score_cell(const uint8_t* codes, const uint16_t* factors, int nibbles, const uint8_t* tables,
-                    const signed_t* head, const float* of_means, int64_t cells, int heads, int16_t* out, int64_t stride)
+    void score_cell(const uint8_t* codes, const uint16_t* factors, const uint8_t* ahead, int nibbles,
+                    const uint8_t* tables, const signed_t* head, const float* of_means, int64_t cells, int heads,
+                    int16_t* out, int64_t stride)
     int score_bound(const int16_t* scores, int64_t n, double share, int16_t* subset)
     void take_scores(const int16_t* scores, int64_t n, int bound, uint64_t* bits)
     void signature_weights(const float* dots, const float* squares, const float* means, const float* factors, int n,

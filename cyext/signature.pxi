@@ -98,7 +98,7 @@ cdef struct Unit:
     signed_t* heads     # [G]
     uint8_t* tables     # [G][nibbles][16]
     float* means        # [G][cells]: q·μ
-    uint16_t* largest   # factor in each MEAN_CELLS cells
+    float largest       # factor
     int16_t* scores     # [G][n]
     uint64_t* bits      # [G][words]; NULL where only scores are asked for
     double* shares      # [G]: of rows, for the threshold
@@ -143,20 +143,19 @@ cdef class Signed:
         for group in groups:
             cells += group.cells.shape[0]
         cdef Memory means = Memory(H * cells * sizeof(float)), units = Memory(B * Hkv * sizeof(Unit))
-        cdef Memory largest = Memory((Hkv * (cells // MEAN_CELLS + B)) * sizeof(uint16_t))
-        cdef uint16_t* next_largest = <uint16_t*>largest.at
+        cdef const uint16_t[::1] largest
         self.job.D, self.job.G, self.job.nibbles, self.job.packed = D, H // Hkv, nibbles, padded
         self.job.panels = &panels[0, 0, 0]
         self.units, self.heads, self.count, self.rows, self.longest = (
             <Unit*>units.at, <signed_t*>heads.at, B * Hkv, cells * CELL_ROWS, 0)
         self.job.units = self.units
-        self.held = [heads, tables, scaled, packed, means, units, largest]
+        self.held = [heads, tables, scaled, packed, means, units]
         for i in range(B * H * D):
             (<float*>scaled.at)[i] = (&q[0, 0, 0])[i] * scale
         for i in range(B * H):
             pack(<float*>scaled.at + i * D, D, BFLOAT16, <float*>packed.at + i * padded)
         for b, group in enumerate(groups):
-            cells_view = group.cells
+            cells_view, largest = group.cells, group.largest
             self.held.append(group)
             for h in range(Hkv):
                 unit, u = self.units + b * Hkv + h, b * H + h * self.job.G
@@ -166,15 +165,15 @@ cdef class Signed:
                 unit.q, unit.packed = <float*>scaled.at + u * D, <float*>packed.at + u * padded
                 unit.heads, unit.tables = self.heads + u, <uint8_t*>tables.at + u * nibbles * 16
                 unit.means = <float*>means.at + done
-                unit.largest = next_largest
-                done, next_largest = done + self.job.G * unit.count, next_largest + _mean_items(unit)
+                unit.largest = bf16_to_float(largest[h])
+                done += self.job.G * unit.count
                 self.longest = max(self.longest, unit.count * CELL_ROWS)
 
     cdef void prepare(self, int threads, int64_t* times):
         """Look-up tables of all heads, and means·q of all cells."""
         cdef int64_t u, first, count = 0
         for u in range(self.count):
-            count += 1 + _mean_items(self.units + u)
+            count += 1 + (self.units[u].count + MEAN_CELLS - 1) // MEAN_CELLS
         cdef Memory items = Memory(count * sizeof(SignedItem))
         cdef SignedItem* item = <SignedItem*>items.at
         cdef int64_t W = 2 * VW
@@ -258,16 +257,14 @@ cdef void _make_tables(const ScanJob* job, const Unit* unit, float* x) noexcept 
 
 
 cdef void _with_means(const ScanJob* job, const Unit* unit, int64_t first, int n) noexcept nogil:
-    """q·μ of n ≤ MEAN_CELLS cells, where what is not finite counts as 0; and their largest factor."""
+    """q·μ of n ≤ MEAN_CELLS cells; what is not finite counts as 0."""
     cdef row_t at[MEAN_CELLS]
     cdef float dots[4 * TILE]
     cdef fetch_t fetch
     cdef int i, g = 0, heads, h
     cdef float* to
-    cdef uint16_t* largest = unit.largest + first // MEAN_CELLS
     for i in range(n):
         at[i] = <row_t>_mean_of(unit.cells + first + i, unit.kv_head)
-        largest[0] = largest_factor(_factors_of(unit.cells + first + i, unit.kv_head), largest[0])
     fetch_start(&fetch, at, 0, 0)
     while g < job.G:
         heads = 4 if g + 3 < job.G else 2 if g + 1 < job.G else 1
@@ -279,20 +276,12 @@ cdef void _with_means(const ScanJob* job, const Unit* unit, int64_t first, int n
         g = g + heads
 
 
-cdef inline int64_t _mean_items(const Unit* unit) noexcept nogil:
-    return (unit.count + MEAN_CELLS - 1) // MEAN_CELLS
-
-
 cdef void _set_unit(const ScanJob* job, const Unit* unit) noexcept nogil:
-    """What a score stands for, when means and factors are known."""
-    cdef uint16_t most = 0
-    cdef int64_t i
+    """What a score stands for, when means are known."""
     cdef int g
-    for i in range(_mean_items(unit)):
-        most = max(most, unit.largest[i])
     for g in range(job.G):
         unit.heads[g].unit = score_unit(unit.heads + g, job.nibbles,
-                                        largest_size(unit.means + g * unit.count, unit.count), bf16_to_float(most))
+                                        largest_size(unit.means + g * unit.count, unit.count), unit.largest)
 
 
 cdef void _score_item(const void* work, int64_t at, int worker) noexcept nogil:
@@ -302,11 +291,15 @@ cdef void _score_item(const void* work, int64_t at, int worker) noexcept nogil:
     cdef const Cell* cell
     cdef int64_t began = now_ns(), i, n = unit.count * CELL_ROWS
     cdef int g = 0, heads
+    cdef const uint8_t* codes
+    cdef const uint8_t* ahead
     for i in range(item.first, min(item.first + <int64_t>SCORED_CELLS, unit.count)):
         cell, g = unit.cells + i, 0
+        codes = _codes_of(cell, unit.kv_head)
+        ahead = _codes_of(cell + 1, unit.kv_head) if i + 1 < unit.count else codes
         while g < job.G:
             heads = min(4, job.G - g)
-            score_cell(_codes_of(cell, unit.kv_head), _factors_of(cell, unit.kv_head), job.nibbles,
+            score_cell(codes, _factors_of(cell, unit.kv_head), codes if g else ahead, job.nibbles,
                        unit.tables + <int64_t>g * job.nibbles * 16, unit.heads + g, unit.means + g * unit.count + i,
                        unit.count, heads, unit.scores + g * n + i * CELL_ROWS, n)
             g = g + heads

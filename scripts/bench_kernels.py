@@ -48,6 +48,22 @@ def speedup(case: str, variant: str, wanted: float) -> Goal:
     return Goal(f"{case}: lsh over {variant}", wanted, True, read)
 
 
+def stage_ratio(case: str, stage: str, other: str, wanted: float) -> Goal:
+    """Goal of one stage over another, at most."""
+
+    def read(document: dict[str, Any]) -> float:
+        stages = {row["case"]: row for row in document["cases"]}[case]["stage_us"]
+        return stages[stage] / stages[other]
+
+    return Goal(f"{case}: {stage} over {other}", wanted, False, read)
+
+
+def ns_per_key(document: dict[str, Any]) -> float:
+    """Of the scan at the longest case, per key and query head."""
+    case = {row["case"]: row for row in document["cases"]}["d128_n96k_2pct"]
+    return case["stage_us"]["scan"] * 1e3 / case["n"]
+
+
 GOALS = (
     speedup("d128_n96k_2pct", "exact", 6),
     speedup("d128_n96k_2pct", "sdpa_bf16", 12),
@@ -55,6 +71,11 @@ GOALS = (
     speedup("d128_n16k_2pct", "exact", 5),
     speedup("d64_n8k_real", "exact", 1.4),
     speedup("d64_n24k_real", "exact", 2),
+    speedup("d128_n96k_2pct", "rabitq", 1),
+    stage_ratio("d128_n96k_2pct", "scan", "retrieve", 1.3),
+    Goal("rabitq: ns of the scan per key and query head", 0.8, False, ns_per_key),
+    Goal("rabitq: index bytes per token and KV head", 20, False, lambda d: d["build"]["rabitq_bytes_per_token"]),
+    Goal("rabitq: building over that of the tables", 5, True, lambda d: d["build"]["rabitq_speedup"]),
     Goal("exact: share of the sequential bandwidth", 0.65, True, lambda d: d["bandwidth"]["exact_fraction"]),
     Goal("gather: share of a sorted-row read", 0.65, True, lambda d: d["bandwidth"]["gather_fraction"]),
     Goal("one layer, 2 threads over 1", 1.6, True, lambda d: d["scaling_2_threads"]),
@@ -76,7 +97,7 @@ def table(document: dict[str, Any]) -> str:
         times = ", ".join(f"{name} {us:.1f}" for name, us in case["us_per_head"].items())
         stages = ", ".join(f"{name} {us:.1f}" for name, us in case["stage_us"].items())
         lines.append(f"{case['case']}: N {case['n']:,}, {case['kv_heads']} x {case['g']} heads of {case['d']}, "
-                     f"sampled {case['sampled']:.2%}")  # fmt: skip
+                     f"sampled {case['sampled']:.2%}, by signatures {case['rabitq_sampled']:.2%}")  # fmt: skip
         lines += [f"  us per head: {times}", f"  of lsh: {stages}"]
     lines.append(f"{'':48}{'goal':>8}  {'value':>8}")
     for goal in GOALS:

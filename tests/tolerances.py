@@ -17,6 +17,11 @@ INT8 = 0.1  # logits through all layers of a tiny model on int8 rows; measured 0
 INT8_OUTPUT = 0.01  # of attention outputs on the demo model, the goal of int8 rows; measured: docs/decisions/003
 EXP = 8  # exponential, and the tanh made of it, in ulp
 BF16_U = 2.0**-9  # unit roundoff of bfloat16
+# The signature sampler. Its probabilities are those of a Gaussian error, which the estimate's nearly is.
+INCLUSION = 0.03  # of the frequency in each decile of u, over rotations; measured: docs/decisions/012
+UNNORMALISED = 0.02  # relative, of the mean of Σ e^s/π and Σ e^s/π·v over rotations, beside 4 standard errors
+BUDGET = 0.2  # relative, of the mean sampled ratio of 32 heads at 1 to 8% of 5,120 keys
+BF16_STEP = 2.0**-7  # between neighbouring bfloat16, relative: a mean or a factor is off by half of it
 SAMPLED_RATIO, PREDICTED_ERROR = 0.1, 0.25  # relative, predicted against real tables: the roadmap's
 HISTOGRAM = 2e-5  # relative, of sums over keys by angle in 16,384 cells; measured 1e-5 at K = 16, 6e-7 at K = 10
 KL_LIMIT = {"bfloat16": 0.005, "int8": 0.02}  # nats per token on the demo model: measured 0.0008 and 0.006
@@ -62,6 +67,41 @@ def weight_bound(cosine: np.ndarray, cosine_error: np.ndarray, weights: np.ndarr
         + U * (EXP + cells * EXP * slope(weights))
         + U * np.abs(here)
     )
+
+
+def normal_bound(z: np.ndarray, z_error: np.ndarray, weights: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Of −ln Φ read from `weights` over uniform cells of z in [low, high], where z may be off by z_error."""
+    cells = len(weights) - 1
+
+    def read(x: np.ndarray) -> np.ndarray:
+        at = (np.clip(x, low, high) - low) * (cells / (high - low))
+        return np.interp(at, np.arange(cells + 1), weights.astype(np.float64))
+
+    here, above, below = read(z), read(z + z_error), read(z - z_error)
+    rounding = U * (EXP + cells * EXP * slope(weights)) + U * np.abs(here)
+    return np.maximum(np.abs(above - here), np.abs(below - here)) + rounding
+
+
+def deviation_error(q: np.ndarray, x: np.ndarray, f: np.ndarray, bits: int, sigma: np.ndarray) -> np.ndarray:
+    """Relative, of the σ [n] of signatures with factors f: a difference of squares on either side of a product."""
+    squares, norm = (x**2).sum(axis=1), float(q @ q)
+    terms, products = bits * f**2 + squares, np.abs(x) @ np.abs(q)
+    off = norm * DOT * U + 2 * DOT * U * products**2 / np.where(squares > 0, squares, 1)
+    part = off * terms + norm * terms * DOT * U
+    return np.where(sigma > 0, part / max(x.shape[1] - 1, 1) / np.maximum(sigma**2, 1e-300), 0)
+
+
+def factor_bound(factors: np.ndarray) -> np.ndarray:
+    """Of the factor of a signature: two sums, rounded to bfloat16."""
+    return (BF16_STEP / 2 + 4 * DOT * U) * np.abs(factors)
+
+
+def close_error(got: Any, wanted: Any, weights: Any, log_error: Any, distances: Any, sizes: Any, norm: float) -> bool:
+    """Whether an estimated error is `wanted`, whose weights [n] may be off by log_error [n] each, relative; sizes [n]
+    are |v|² + |out|², of which ‖v − out‖² is what remains."""
+    relative = 2 * np.max(np.asarray(log_error), initial=0) + SUM * U
+    slack = np.sum(np.asarray(weights) ** 2 * (SUM * U * np.asarray(sizes) + relative * np.asarray(distances)))
+    return bool(abs(got**2 - wanted**2) <= slack / norm**2 + 2 * relative * wanted**2)
 
 
 def slope(weights: np.ndarray) -> float:

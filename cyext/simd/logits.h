@@ -106,9 +106,9 @@ static inline void error_weights(const float *p, const float *log_pi, const floa
     }
     for (int r = n; r % VW; r++) out[r] = 0;
     for (int r = 0; r < n; r += VW) {
-        vf x = vf_load(out + r);
+        vf x = vf_load(out + r); /* 0 behind the last row, where the other numbers may be none */
         all = vf_add(all, x);
-        with_values = vf_fma(x, vf_load(values + r), with_values);
+        with_values = vf_fma(x, vf_gt(x, vf_set1(0), vf_load(values + r), vf_set1(0)), with_values);
     }
     vf_sum4(all, with_values, all, with_values, part);
     sums[0] = sums[0] * factor + part[0];

@@ -166,28 +166,26 @@ static inline float largest_size(const float *x, int64_t n) {
     return most;
 }
 
-static inline uint16_t largest_factor(const uint16_t *factors, uint16_t most) { /* positive: ordered like their bits */
-    for (int i = 0; i < CELL_ROWS; i++) most = factors[i] > most ? factors[i] : most;
-    return most;
-}
-
 /* The unit in which no score exceeds TOP_SCORE. */
 static inline float score_unit(const signed_t *head, int nibbles, float of_means, float factor) {
     float most = of_means + factor * ((float)nibbles * head->step / 2 - head->offset);
     return most > 0 && isfinite(most) ? most / TOP_SCORE : 1;
 }
 
-/* Scores of a cell for up to four heads: tables [heads] `bytes` apart, of_means[h·cells], out[h·stride + row]. */
-static INLINE void score_heads(const uint8_t *codes, const uint16_t *factors, int nibbles, const uint8_t *tables,
-        const signed_t *head, const float *of_means, int64_t cells, int heads, int16_t *out, int64_t stride) {
+/* Scores of a cell for up to four heads: tables [heads] `bytes` apart, of_means[h·cells], out[h·stride + row].
+ * Meanwhile as many codes are fetched from `ahead` on: cells may lie in places of their own. */
+static INLINE void score_heads(const uint8_t *codes, const uint16_t *factors, const uint8_t *ahead, int nibbles,
+        const uint8_t *tables, const signed_t *head, const float *of_means, int64_t cells, int heads, int16_t *out,
+        int64_t stride) {
     const int64_t bytes = (int64_t)nibbles * 16;
     vf step[4], offset[4], mean[4];
     UNROLL for (int h = 0; h < heads; h++) {
         step[h] = vf_set1(head[h].step / head[h].unit), offset[h] = vf_set1(head[h].offset / head[h].unit);
         mean[h] = vf_set1(of_means[h * cells] / head[h].unit);
     }
-    for (int first = 0; first < CELL_ROWS; first += GROUP_ROWS, codes += bytes) {
+    for (int first = 0; first < CELL_ROWS; first += GROUP_ROWS, codes += bytes, ahead += bytes) {
         uint16_t sums[4 * GROUP_ROWS];
+        prefetch((const char *)ahead, bytes);
         nibble_sums(codes, nibbles, tables, bytes, heads, sums);
         for (int r = 0; r < GROUP_ROWS; r += CHUNK) {
             const vf fa = vf_widen_bf16(factors + first + r), fb = vf_widen_bf16(factors + first + r + VW);
@@ -200,9 +198,10 @@ static INLINE void score_heads(const uint8_t *codes, const uint16_t *factors, in
     }
 }
 
-static OUTLINE void score_cell(const uint8_t *codes, const uint16_t *factors, int nibbles, const uint8_t *tables,
-        const signed_t *head, const float *of_means, int64_t cells, int heads, int16_t *out, int64_t stride) {
-#define SCORE(H) score_heads(codes, factors, nibbles, tables, head, of_means, cells, H, out, stride)
+static OUTLINE void score_cell(const uint8_t *codes, const uint16_t *factors, const uint8_t *ahead, int nibbles,
+        const uint8_t *tables, const signed_t *head, const float *of_means, int64_t cells, int heads, int16_t *out,
+        int64_t stride) {
+#define SCORE(H) score_heads(codes, factors, ahead, nibbles, tables, head, of_means, cells, H, out, stride)
     if (heads == 4) SCORE(4);
     else if (heads == 3) SCORE(3);
     else if (heads == 2) SCORE(2);

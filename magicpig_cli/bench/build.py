@@ -1,4 +1,4 @@
-"""What it costs to build the tables of one KV head, and the bytes they take."""
+"""What it costs to build the tables, or the signatures, of one KV head, and the bytes they take."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from magicpig_cli import kernels
 from magicpig_cli.bench.layer_tensors import LayerTensors, hashing, stored
+from magicpig_cli.bench.signed_layer import BITS, random_basis
 from magicpig_cli.bench.timing import ColdCache, claim_memory, interleave, median_ns
 from magicpig_cli.cache.index import LshIndex
 from magicpig_cli.config import DEFAULT_K, DEFAULT_L
@@ -32,7 +33,12 @@ def measure_build(tensors: LayerTensors, cold: ColdCache, reps: int) -> dict[str
     index = build()
     parts = [kernels.segment_codes(segment) for segment in index.segments]  # uint16 [1, L, n] each
     for_torch = torch.from_numpy(np.concatenate(parts, axis=2)[0].astype(np.int16))  # [L, N]
+    basis, signed = (
+        random_basis(BITS, tensors.head_dim),
+        store.length // kernels.SIGNATURE_ROWS * kernels.SIGNATURE_ROWS,
+    )
     calls: dict[str, Callable[[int], object]] = {
+        "signatures": lambda _: kernels.sign_rows(store.table, 0, signed, basis, 1),
         "index": lambda _: build(),
         "sort": lambda _: [kernels.build_segment(part, DEFAULT_K, 0, 1) for part in parts],
         "torch": lambda _: torch.sort(for_torch, dim=1),
@@ -41,8 +47,12 @@ def measure_build(tensors: LayerTensors, cold: ColdCache, reps: int) -> dict[str
     claim_memory(1 << 30)  # ids of 100 MB and copies of them
     samples = interleave(calls, reps, lambda _: cold())
     sort_ns = median_ns(samples["sort"])
+    signatures_ns = median_ns(samples["signatures"])
     return {
         "index_s": median_ns(samples["index"]) / 1e9,
+        "rabitq_index_s": signatures_ns / 1e9,
+        "rabitq_speedup": median_ns(samples["index"]) / signatures_ns,
+        "rabitq_bytes_per_token": samples["signatures"][0].result.nbytes / signed,
         "sort_s": sort_ns / 1e9,
         "sort_speedup": median_ns(samples["torch"]) / sort_ns,
         "sort_speedup_table_by_table": median_ns(samples["torch_tables"]) / sort_ns,

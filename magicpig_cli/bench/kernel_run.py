@@ -171,6 +171,7 @@ def summary(times: list[AttendTimes]) -> dict[str, Any]:
     others = [name for name in times[0].us_per_head if name != "lsh"]
     return {
         "sampled": float(np.mean([layer.sampled for layer in times])),
+        "rabitq_sampled": float(np.mean([layer.rabitq_sampled for layer in times])),
         "us_per_head": _medians([layer.us_per_head for layer in times]),
         "stage_us": _medians([layer.stage_us for layer in times]),
         "speedup": _medians([

@@ -46,10 +46,12 @@ def test_keys_are_those_of_the_contract(document):
     assert [case["case"] for case in document["cases"]] == list(CASES)
     for case in document["cases"]:
         assert {"case", "d", "n", "g", "sampled", "us_per_head", "stage_us"} <= set(case)
-        assert {"lsh", "exact", "sdpa_f32", "sdpa_bf16"} <= set(case["us_per_head"])
-        assert {"retrieve", "attend"} <= set(case["stage_us"])
+        assert {"lsh", "rabitq", "exact", "sdpa_f32", "sdpa_bf16"} <= set(case["us_per_head"])
+        assert {"retrieve", "attend", "scan"} <= set(case["stage_us"])
     assert {"sequential_gb_s", "sorted_row_gb_s", "exact_fraction", "gather_fraction"} <= set(document["bandwidth"])
-    assert {"index_s", "sort_speedup", "index_bytes_per_token"} <= set(document["build"])
+    assert {"index_s", "sort_speedup", "index_bytes_per_token", "rabitq_speedup", "rabitq_bytes_per_token"} <= set(
+        document["build"]
+    )
     assert {"step_ratio", "worst_over_median"} <= set(document["append"])
     assert {"speedup", "rel_error"} <= set(document["int8"])
     json.dumps(document, allow_nan=False)
@@ -96,7 +98,7 @@ def test_goals_are_judged_by_direction():
 def test_medians_are_taken_over_layers_after_the_ratio():
     from magicpig_cli.bench.attend_case import AttendTimes
 
-    times = [AttendTimes(0.02, {"lsh": lsh, "exact": 10.0}, {"attend": lsh}) for lsh in (1.0, 2.0, 10.0)]
+    times = [AttendTimes(0.02, 0.02, {"lsh": lsh, "exact": 10.0}, {"attend": lsh}) for lsh in (1.0, 2.0, 10.0)]
     got = summary(times)
     assert got["speedup"] == {"exact": 5.0}
     assert got["us_per_head"] == {"lsh": 2.0, "exact": 10.0}

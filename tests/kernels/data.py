@@ -109,3 +109,39 @@ def log_weights(K: int, L: int, cells: int = 4096) -> np.ndarray:
     """−ln u over uniform cells of sin(θ/2); float32 [cells + 1]."""
     sine = np.arange(cells + 1) / cells
     return (-np.log(inclusion(1 - 2 * sine**2, K, L))).astype(np.float32)
+
+
+def make_basis(bits: int, head_dim: int, seed: int = 0) -> kernels.SignatureBasis:
+    """Random rotations on top of each other, cut to `bits` rows."""
+    rng = np.random.default_rng(seed)
+    rotations = []
+    for _ in range(-(-bits // head_dim)):
+        rotation, triangle = np.linalg.qr(rng.normal(size=(head_dim, head_dim)))
+        rotations.append(rotation * np.sign(np.diag(triangle)))
+    return kernels.SignatureBasis(np.ascontiguousarray(np.concatenate(rotations)[:bits], dtype=np.float32))
+
+
+def make_signed(
+    table: kernels.RowTable, count: int, basis: kernels.SignatureBasis, cuts: tuple[int, ...] = ()
+) -> kernels.SignedRows:
+    """Signatures of rows [0, count): blocks that end at `cuts` and at the end."""
+    ends = [*cuts, count]
+    blocks = [
+        kernels.sign_rows(table, start, stop, basis, 1)
+        for start, stop in zip([0, *ends[:-1]], ends, strict=True)
+        if stop > start
+    ]
+    return kernels.SignedRows(table, blocks)
+
+
+def signature_bits(block: kernels.SignatureBlock) -> np.ndarray:
+    """bool [Hkv, n, bits], as the layout of the codes says."""
+    nibbles = np.stack([block.codes & 15, block.codes >> 4], axis=2)  # [Hkv, n/32, 2, bits/4, 16]
+    nibbles = nibbles.swapaxes(3, 4).reshape(*block.factors.shape, -1)  # [Hkv, n, bits/4]
+    return (nibbles[..., None] >> np.arange(4) & 1).astype(bool).reshape(*block.factors.shape, -1)
+
+
+def log_normal(cells: int = 4096) -> np.ndarray:
+    """−ln Φ over uniform cells of z from Z_LOW to Z_HIGH; float32 [cells + 1]."""
+    z = np.linspace(kernels.Z_LOW, kernels.Z_HIGH, cells + 1)
+    return np.array([-math.log(math.erfc(-x / math.sqrt(2)) / 2) for x in z.tolist()], dtype=np.float32)
