@@ -11,7 +11,7 @@ import numpy as np
 from libc.math cimport INFINITY, expf, floor, isfinite, logf, sqrt, sqrtf
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 
 cdef extern from *:
@@ -88,6 +88,13 @@ cdef extern from "product.h" nogil:
         float* out
     void product(const product_t* p, int64_t first, int64_t last, int64_t K, int type, const float* x, int64_t packed,
                  int count, float* out)
+
+
+cdef extern from "layers.h" nogil:
+    void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out)
+    void add_to(float* x, const float* y, int64_t n)
+    void rotate(float* x, const float* cosine, const float* sine, int n)
+    void gate_values(float* gate, const float* up, int64_t n, int activation)
 
 
 cdef extern from "logits.h" nogil:
@@ -202,4 +209,5 @@ include "sampled.pxi"
 include "lsh.pxi"
 include "signature.pxi"
 include "product.pxi"
+include "block.pxi"
 include "probe.pxi"

@@ -15,6 +15,15 @@ cdef struct ProductJob:
 
 def multiply(const float[:, ::1] x, weights, int threads):
     """float32 [Σ M·N]: x [M, K] times each weight, one [M, N] after the other."""
+    result = np.empty(x.shape[0] * sum(weights.outer), dtype=np.float32)
+    cdef float[::1] out = result
+    if result.size:
+        _multiply(&x[0, 0], x.shape[0], weights, threads, &out[0])
+    return result
+
+
+cdef _multiply(const float* x, int64_t M, weights, int threads, float* out):
+    """`multiply` of x [M, K], where there is a product at all."""
     cdef const int64_t[:, ::1] addresses = weights.addresses
     cdef int64_t count = addresses.shape[0], i, m, items = 0, values = 0
     cdef int type = weights.type
@@ -23,28 +32,23 @@ def multiply(const float[:, ::1] x, weights, int threads):
     cdef int64_t* first_item = <int64_t*>firsts.at
     cdef ProductJob job
     job.weights, job.first_item, job.type = at, first_item, type
-    job.M, job.K, job.packed = x.shape[0], x.shape[1], packed_length(x.shape[1])
+    job.M, job.K = M, weights.inner
+    job.packed = packed_length(<int>job.K)
     job.rows = max(<int64_t>4, PRODUCT_BYTES // (job.K * value_bytes(type)) // 4 * 4)
-    cdef Memory packed = Memory((job.M + 1) * job.packed * sizeof(float))  # one beyond the last is read
+    cdef Memory packed = Memory((M + 1) * job.packed * sizeof(float))  # one beyond the last is read
     job.x = <const float*>packed.at
-    for m in range(job.M):
-        pack(&x[m, 0], <int>job.K, type, <float*>packed.at + m * job.packed)
-    for i in range(count):
-        values += job.M * addresses[i, 2]
-    result = np.empty(values, dtype=np.float32)
-    cdef float[::1] out = result
-    values = 0
+    for m in range(M):
+        pack(x + m * job.K, <int>job.K, type, <float*>packed.at + m * job.packed)
     for i in range(count):
         at[i].weight, at[i].scale = <const char*>addresses[i, 0], <const uint16_t*>addresses[i, 1]
-        at[i].N, at[i].out = addresses[i, 2], &out[0] + values
-        values += job.M * at[i].N
+        at[i].N, at[i].out = addresses[i, 2], out + values
+        values += M * at[i].N
         first_item[i] = items
         items += (at[i].N + job.rows - 1) // job.rows
     first_item[count] = items
     cdef double ns = values * job.K * value_bytes(type) * NS_PER_BYTE
     with nogil:
         crew_run(threads, ns, items, _product_item, &job)
-    return result
 
 
 cdef void _product_item(const void* work, int64_t item, int worker) noexcept nogil:

@@ -141,6 +141,15 @@ def close_product(got: Any, wanted: Any, sizes: Any) -> bool:
     return bool((np.abs(got - wanted) <= DOT * U * (2 * sizes + np.abs(wanted))).all())
 
 
+def close_block(got: Any, wanted: Any) -> bool:
+    """Whether vectors [..., n] that have come through products, norms and gates differ by rounding only.
+
+    Measured at the largest value of all, since what cancels in one place has been as large as in the others.
+    """
+    got, wanted = (np.asarray(x, dtype=np.float64) for x in (got, wanted))
+    return bool((np.abs(got - wanted) <= LOGITS * U * np.abs(wanted).max()).all())
+
+
 def close_to_float32(got: Any, wanted: Any, form: str) -> bool:
     """Whether logits [steps, V] over weights of a tiny random model rounded to `form` follow those of float32.
 

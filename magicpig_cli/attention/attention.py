@@ -83,8 +83,9 @@ class Attention:
         """
         queries = self._rotated(q[:, :, 0]).float().contiguous()
         store_from = [self._step_index(layer, c) if s else 0 for c, s in zip(caches, sampled, strict=True)]
-        for cache, row in zip(caches, self._rows(key, value), strict=True):
-            cache.append_one(row)
+        keys, values = self._rotated(key[:, :, 0]), value[:, :, 0]
+        for b, cache in enumerate(caches):
+            cache.append_one(keys[b], values[b])
         picked = [b for b, s in enumerate(sampled) if s]
         if not picked:
             with record.stage("dense"):

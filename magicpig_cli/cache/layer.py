@@ -49,14 +49,14 @@ class LayerCache:
         """Whether the next row moves others out of the window."""
         return self.shape.offloaded(self.length + 1) > self.store.length
 
-    def append_one(self, row: torch.Tensor) -> None:
-        """Decode: one row [Hkv, 1, 2, D] of the window's type. May move `flush` rows to the store."""
+    def append_one(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Decode: key and value [Hkv, D], rounded to the window's type. May move `flush` rows to the store."""
         if self.full:
-            self.extend(row)
+            self.extend(torch.stack([key, value], dim=1).unsqueeze(1).to(self.window.rows.dtype))
             return
         used, length = self.window.used, self.length
         try:
-            self.window.append_one(row)
+            self.window.append_one(key, value)
             self.length = length + 1
         except BaseException:
             self.window.used, self.length = used, length

@@ -71,7 +71,9 @@ class Window:
             count += part.shape[1]
         self.used = count
 
-    def append_one(self, row: torch.Tensor) -> None:
-        """Add one row [Hkv, 1, 2, D]; there must be room."""
-        self.rows[:, self.used : self.used + 1] = row
+    def append_one(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Add the row of key and value [Hkv, D], rounded; there must be room."""
+        row = self.rows[:, self.used]  # [Hkv, 2, D]
+        row[:, 0] = key
+        row[:, 1] = value
         self.used += 1

@@ -3,8 +3,8 @@
 Letters: B sequences, H query heads, Hkv kv heads, G = H / Hkv, N rows, D head dim, K bits per table, L tables.
 Rows lie in a `RowTable`; `Projection` turns keys and queries into codes; `build_segment` turns codes into tables;
 `lsh_attend` samples through them. `sign_rows` turns keys into signatures on a `SignatureBasis`; `rabitq_attend` samples
-by them. `exact_attend` reads everything; `multiply` is the linear layers of a step. Which instruction set does it:
-`isa`.
+by them. `exact_attend` reads everything; `multiply` is the linear layers of a step, `block_*` a whole decoder block
+around attention. Which instruction set does it: `isa`.
 Errors of use are TypeError or ValueError and name the argument, what was wanted and what came.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from magicpig_cli.kernels import isa
 from magicpig_cli.kernels.attend import Attended, Run, Sampled, SampledRows, exact_attend, lsh_attend, lsh_sample
+from magicpig_cli.kernels.block import Activation, Block, Norm, block_inputs, block_output
 from magicpig_cli.kernels.hashing import Projection, hash_queries, hash_rows
 from magicpig_cli.kernels.probe import read_rows, read_sequential
 from magicpig_cli.kernels.product import Weights, multiply
@@ -46,8 +47,11 @@ __all__ = [
     "SIGNATURE_ROWS",
     "Z_HIGH",
     "Z_LOW",
+    "Activation",
     "Attended",
+    "Block",
     "Joining",
+    "Norm",
     "Projection",
     "RowTable",
     "RowType",
@@ -60,6 +64,8 @@ __all__ = [
     "SignedRows",
     "Tail",
     "Weights",
+    "block_inputs",
+    "block_output",
     "build_segment",
     "exact_attend",
     "hash_queries",

@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -39,6 +39,33 @@ class Forward:
         """Whether this is a prompt chunk: then every layer is exact and products are those of many rows."""
         return self.sampled is None
 
+    def attend(
+        self, layer: int, window: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        rule: LogitRule,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention of one layer: query [B, H, T, D], key and value [B, Hkv, T, D] → [B, T, H, D]."""
+        caches = [sequence.layers[layer] for sequence in self.sequences]
+        if window != caches[0].spec.window:
+            raise ModelError(f"layer {layer} attends to a window of {window}, its config says {caches[0].spec.window}")
+        if self.sampled is not None:
+            return self.attention.step(layer, caches, self.sampled[layer], query, key, value, rule, self.record)
+        out = self.attention.chunk(caches[0], query, key, value, rule)
+        if self.taken is not None:
+            self.taken(layer, caches[0])
+        return out
+
+
+class Attends(Protocol):
+    """What travels through a model's forward as `magicpig`."""
+
+    @property
+    def prefill(self) -> bool: ...
+
+    def attend(
+        self, layer: int, window: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        rule: LogitRule,
+    ) -> torch.Tensor: ...  # fmt: skip
+
 
 class PassThroughCache(Cache):
     """Satisfies the models' cache protocol; keys and values go straight to the attention function."""
@@ -61,28 +88,16 @@ class PassThroughCache(Cache):
 def _attend(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, scaling: float | None = None, *,
-    magicpig: Forward | None = None, **kwargs: Any,
+    magicpig: Attends | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """transformers' attention signature: query [B, H, T, D], key and value [B, Hkv, T, D] → [B, T, H, D]."""
     if magicpig is None:
         raise ModelError(
             "this model does not pass keyword arguments on to attention", hint="magicpig models check MODEL"
         )
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    caches = [sequence.layers[layer] for sequence in magicpig.sequences]
     window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
-    if window != caches[0].spec.window:
-        raise ModelError(f"layer {layer} attends to a window of {window}, its config says {caches[0].spec.window}")
     rule = LogitRule(scaling if scaling is not None else query.shape[-1] ** -0.5, kwargs.get("softcap"))
-    if magicpig.sampled is None:
-        out = magicpig.attention.chunk(caches[0], query, key, value, rule)
-        if magicpig.taken is not None:
-            magicpig.taken(layer, caches[0])
-        return out, None
-    out = magicpig.attention.step(
-        layer, caches, magicpig.sampled[layer], query, key, value, rule, magicpig.record
-    )  # fmt: skip
-    return out, None
+    return magicpig.attend(int(module.layer_idx), window, query, key, value, rule), None  # type: ignore[arg-type]
 
 
 AttentionInterface.register("magicpig", _attend)
@@ -94,7 +109,7 @@ def _cache_argument(model: type[PreTrainedModel]) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def run(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, forward: Forward) -> torch.Tensor:
+def run(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, forward: Attends) -> torch.Tensor:
     """One forward over ids and positions, both [B, T] on the model's device → logits of the last position [B, V]."""
     with linear.phase(model, prefill=forward.prefill):
         output = model(

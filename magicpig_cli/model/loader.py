@@ -32,7 +32,7 @@ from magicpig_cli import hardware
 from magicpig_cli.config import APP_NAME, ModelOptions
 from magicpig_cli.errors import MagicpigError, MemoryBudgetError, ModelError, UsageError
 from magicpig_cli.events import LoadProgress
-from magicpig_cli.model import demo, fingerprint, gguf, hub, linear, weights
+from magicpig_cli.model import blocks, demo, fingerprint, gguf, hub, linear, weights
 from magicpig_cli.model.name import model_name
 from magicpig_cli.model.progress import Report, forwarded, ignore, one_line
 from magicpig_cli.model.shape import published_dtype, read_dtype, shape_from_config, unsupported_reason
@@ -168,6 +168,7 @@ def load_model(
     if device.type == "cpu":
         wide: Form = "bfloat16" if dtype == torch.bfloat16 else "float32"
         linear.hold(model, "int8" if options.quantize == "int8" else wide, report)
+        blocks.compute_by_kernels(model)
     return Loaded(
         model=model,
         tokenizer=_tokenizer_in(source.folder, source.name, options),

@@ -143,12 +143,32 @@ class StoredLinear(Holder):
         return out if self.scale is None else out.mul_(self.scale)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows [start, stop) of the weight of a linear layer."""
+
+    layer: StoredLinear
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+def weights_of(parts: Sequence[Part]) -> kernels.Weights:
+    """The kernels' view of weights of one form that are multiplied with the same input."""
+    form = _FORM[parts[0].layer.weight.dtype]
+    weights = [as_array(part.layer.weight.detach()[part.start : part.stop]) for part in parts]
+    scales = [
+        as_array(part.layer.scale[part.start : part.stop]) for part in parts if part.layer.scale is not None
+    ]  # fmt: skip
+    return kernels.Weights(form, weights, scales)
+
+
 def multiply_together(layers: Sequence[StoredLinear]) -> None:
     """Layers of one form that a forward gives the same tensor: in decode the first one called multiplies for all."""
-    scales = [as_array(layer.scale) for layer in layers if layer.scale is not None]
-    weights = kernels.Weights(
-        _FORM[layers[0].weight.dtype], [as_array(layer.weight.detach()) for layer in layers], scales
-    )
+    weights = weights_of([Part(layer, 0, len(layer.weight)) for layer in layers])
     for layer in layers:
         layer.together, layer.product_weights = tuple(layers), weights
 

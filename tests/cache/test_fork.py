@@ -156,7 +156,7 @@ def feed(layer: LayerCache, rows: torch.Tensor, kind: str, amount: int) -> None:
         layer.extend(fresh)
     else:
         for number in range(fresh.shape[1]):
-            layer.append_one(fresh[:, number : number + 1])
+            layer.append_one(*fresh[:, number].unbind(dim=1))
 
 
 CHANGES = st.lists(

@@ -42,7 +42,7 @@ def held(cache: LayerCache) -> torch.Tensor:
 def feed(cache: LayerCache, start: int, stop: int, one_by_one: bool, dtype: str = "float32") -> None:
     if one_by_one:
         for position in range(start, stop):
-            cache.append_one(rows(position, position + 1, dtype))
+            cache.append_one(*rows(position, position + 1, dtype)[:, 0].unbind(dim=1))
     else:
         cache.extend(rows(start, stop, dtype))
 

@@ -8,6 +8,7 @@ where an estimate is within rounding of its threshold.
 from __future__ import annotations
 
 from magicpig_cli.kernels.reference.attend import exact_attend, lsh_attend, lsh_sample, rabitq_attend, rabitq_sample
+from magicpig_cli.kernels.reference.block import block_inputs, block_output
 from magicpig_cli.kernels.reference.hashing import hash_queries, hash_rows, pack_projection, project
 from magicpig_cli.kernels.reference.probe import read_rows, read_sequential
 from magicpig_cli.kernels.reference.product import multiply
@@ -18,6 +19,8 @@ TIER = "reference"
 
 __all__ = [
     "TIER",
+    "block_inputs",
+    "block_output",
     "exact_attend",
     "hash_queries",
     "hash_rows",
