@@ -70,6 +70,12 @@ def mean_of_roots(squares: Iterable[float]) -> float | None:
     return sum(roots) / len(roots) if roots else None
 
 
+def mean_budget(budgets: Iterable[float | None]) -> float | None:
+    """Mean of those that are known, without the digits that float32 and summing add."""
+    known = [budget for budget in budgets if budget is not None]
+    return round(math.fsum(known) / len(known), 6) if known else None
+
+
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
     """One generated token; `text` is what became safe to show (may be empty, may end a held-back character)."""

@@ -165,7 +165,7 @@ class Attention:
             record.squares[layer][b] = float(np.square(error[row], dtype=np.float64).mean())
             self._sampler.learn(index, error[row])
         if found.budget is not None:
-            record.budgets[layer][b] = round(float(found.budget[row].mean(dtype=np.float64)), 6)  # of float32
+            record.budgets[layer][b] = float(found.budget[row].mean(dtype=np.float64))
 
     def _measure(
         self, caches: SequenceOf[LayerCache], picked: SequenceOf[int], queries: torch.Tensor, attended: Partial,

@@ -11,7 +11,7 @@ import numpy as np
 from magicpig_cli.bench.noise import complaints, variation
 from magicpig_cli.bench.predicted import predicted
 from magicpig_cli.bench.samples import Samples
-from magicpig_cli.events import STAGES, StepStats, mean_of_roots
+from magicpig_cli.events import STAGES, StepStats, mean_budget, mean_of_roots
 
 if TYPE_CHECKING:
     from magicpig_cli.bench.fill import Fill
@@ -62,7 +62,7 @@ def _row(engine: Engine, case: Case, mode: str, sample: Samples, exact: Samples 
         "memory": sample.memory if sampling else _without_index(sample.memory),
         "attn_error": _errors(sample.errors),
         "attn_error_estimate": _estimate(sample.steps),
-        "budget_used": _budget(sample.steps),
+        "budget_used": mean_budget(step.budget for step in sample.steps),
         "predicted": predicted(engine.plan, mode, case.context, case.batch, len(sample.repetitions[0])),
         "speedup_vs_exact": None if exact is None else float(np.median(exact.wall_ms)) / p50,
         "conditions": sample.conditions().as_json(),
@@ -103,11 +103,6 @@ def _estimate(steps: list[StepStats]) -> float | None:
         for layer, square in step.squares.items():
             by_layer.setdefault(layer, []).append(square)
     return mean_of_roots(float(np.mean(squares)) for squares in by_layer.values())
-
-
-def _budget(steps: list[StepStats]) -> float | None:
-    budgets = [step.budget for step in steps if step.budget is not None]
-    return float(np.mean(budgets)) if budgets else None
 
 
 def _sampled_ratio(steps: list[StepStats], layers: int) -> Row:

@@ -24,7 +24,7 @@ from magicpig_cli.config import INDEX_FROM
 from magicpig_cli.engine.builder import IndexBuilder
 from magicpig_cli.engine.samplers import make_sampler
 from magicpig_cli.errors import MagicpigError
-from magicpig_cli.events import STAGES, StepStats
+from magicpig_cli.events import STAGES, StepStats, mean_budget
 from magicpig_cli.kernels import window_type
 from magicpig_cli.kernels.memory import give_back_freed
 from magicpig_cli.model import hook
@@ -220,7 +220,7 @@ class ModelRunner:
         stages = {stage: record.ns.get(stage, 0) / 1e6 for stage in STAGES}
         stages["other"] = max(0.0, wall_ns / 1e6 - sum(stages.values()))
         squares = [_of_sequence(record.squares, b) for b in range(count)]
-        budgets = [_mean(_of_sequence(record.budgets, b).values()) for b in range(count)]
+        budgets = [mean_budget(_of_sequence(record.budgets, b).values()) for b in range(count)]
         stats = StepStats(
             batch=count,
             wall_ms=wall_ns / 1e6,
@@ -230,7 +230,7 @@ class ModelRunner:
             squares={
                 layer: mean for layer, of_layer in record.squares.items() if (mean := _mean(of_layer)) is not None
             },
-            budget=_mean(budgets),
+            budget=mean_budget(budgets),
         )
         per_sequence = [
             [sum(counts[b] for counts in table.values()) for b in range(count)]

@@ -33,6 +33,7 @@ from magicpig_cli.events import (
     Timing,
     TokenEvent,
     WaitingForMemory,
+    mean_budget,
     mean_of_roots,
 )
 from magicpig_cli.kernels.memory import give_back_freed
@@ -80,7 +81,7 @@ class _Answer:
     sampled: int = 0
     offloaded: int = 0
     squares: dict[int, float] = field(default_factory=dict)  # layer → Σ over sampled steps of the mean square error
-    budgets: list[float] = field(default_factory=list)  # of each sampled step
+    budgets: list[float | None] = field(default_factory=list)  # of each step
     sampled_steps: int = 0
     finish: FinishReason | None = None
 
@@ -131,7 +132,7 @@ class _Answer:
             offloaded=self.offloaded,
             seed=self.sampler.seed,
             error_estimate=mean_of_roots(total / self.sampled_steps for total in self.squares.values()),
-            budget=sum(self.budgets) / len(self.budgets) if self.budgets else None,
+            budget=mean_budget(self.budgets),
         )
 
     def note(self, step: Step, row: int) -> None:
@@ -142,8 +143,7 @@ class _Answer:
         self.sampled_steps += bool(step.squares[row])
         for layer, square in step.squares[row].items():
             self.squares[layer] = self.squares.get(layer, 0.0) + square
-        if (budget := step.budgets[row]) is not None:
-            self.budgets.append(budget)
+        self.budgets.append(step.budgets[row])
 
 
 def _failed(request: Request, error: MagicpigError) -> Failed:

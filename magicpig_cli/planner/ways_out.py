@@ -84,6 +84,8 @@ def _options(hardware: Hardware, shape: ModelShape, settings: Settings) -> Itera
         yield "-K 8 -L 75", lambda s: replace(s, attention=replace(s.attention, K=8, L=75))
     if attention.kv_dtype != "int8":
         yield "--kv-dtype int8", lambda s: replace(s, attention=replace(s.attention, kv_dtype="int8"))
+    if attention.mode not in ("exact", "rabitq"):
+        yield "--attention rabitq", lambda s: replace(s, attention=replace(s.attention, mode="rabitq"))
     if attention.mode != "exact":
         yield "--attention exact", lambda s: replace(s, attention=replace(s.attention, mode="exact"))
     if attention.local is not None or attention.sink is not None:

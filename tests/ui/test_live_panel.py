@@ -49,13 +49,27 @@ def batch() -> LiveState:
     return state
 
 
+def signatures() -> LiveState:
+    """The error that the sampler itself estimates: layer 1 off by 3%, layer 2 by 5%."""
+    state = empty("a model · lsh K=10 L=150")
+    state.update(StepStats(1, 20.0, {"other": 20.0}, {1: 20, 2: 20}, {1: 1000, 2: 1000}, {1: 0.0009, 2: 0.0025}, 0.02))
+    return state
+
+
 def exact() -> LiveState:
     state = empty()
     state.update(StepStats(1, 20.0, {"dense": 20.0}))
     return state
 
 
-STATES = {"empty": empty, "answering": answering, "reading": reading, "batch": batch, "exact": exact}
+STATES = {
+    "empty": empty,
+    "answering": answering,
+    "reading": reading,
+    "batch": batch,
+    "exact": exact,
+    "signatures": signatures,
+}
 
 
 def lines(state: LiveState, width: int, look: Look | None = None) -> list[str]:
@@ -138,3 +152,10 @@ def test_names_are_neither_markup_nor_codes(strange):
     shown = strange.replace("\x1b", "\\x1b").replace("\n", " ")
     assert shown[:40] in rows[0]
     assert "\x1b" not in "".join(rows)
+
+
+def test_the_estimated_error_stands_beside_what_was_sampled():
+    (row,) = (line for line in lines(signatures(), 80) if "sampled" in line)
+    assert "sampled 2.0%" in row
+    assert "error 4.0%" in row
+    assert not any("error" in line for line in lines(answering(), 80))  # nobody has estimated it

@@ -1,0 +1,105 @@
+"""What the planner makes of the two samplers: what is expected of each, and which one a profile may leave to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from magicpig_cli.config import AUTO_SAMPLER, BUDGET_RANGE, AttentionOptions, Settings
+from magicpig_cli.errors import MemoryBudgetError, UsageError
+from magicpig_cli.planner import plan, predict
+from magicpig_cli.planner.quality import expected_signature_error, expected_table_error
+from magicpig_cli.profiles import BUILT_IN, TableSize
+from tests.conftest import STEADY_SPEEDS
+from tests.system.test_planner import DESKTOP, QWEN_7B
+
+N = 32_768
+MEASURED = replace(DESKTOP, speeds=replace(STEADY_SPEEDS, threads=DESKTOP.threads))
+
+
+def chosen(profile=BUILT_IN, machine=MEASURED, **attention):
+    return plan(machine, QWEN_7B, Settings(attention=AttentionOptions(**attention), context=N), profile)
+
+
+def test_auto_samples_with_what_the_profile_says():
+    assert AUTO_SAMPLER == "lsh"
+    assert chosen().sampler == "lsh"
+    assert chosen(replace(BUILT_IN, sampler="rabitq")).sampler == "rabitq"
+    assert chosen(replace(BUILT_IN, sampler="rabitq"), mode="lsh").sampler == "lsh"
+    assert chosen(replace(BUILT_IN, sampler="lsh"), mode="rabitq").sampler == "rabitq"
+    assert chosen(mode="exact").sampler is None
+
+
+def test_left_to_the_planner_it_is_the_more_accurate_one_unless_that_is_slow():
+    either = replace(BUILT_IN, sampler="auto")
+    signatures, tables = chosen(mode="rabitq"), chosen(mode="lsh")
+    assert signatures.expected_error < tables.expected_error
+    assert chosen(either).sampler == "rabitq"
+    slow = replace(MEASURED, speeds=replace(MEASURED.speeds, scan_ns=100.0))
+    assert predict(chosen(machine=slow, mode="rabitq"), N).ms_per_token > 1.1 * predict(tables, N).ms_per_token
+    assert chosen(either, machine=slow).sampler == "lsh"
+    assert chosen(either, budget=0.003).sampler == "lsh"  # so few keys err more than tables do
+    room = signatures.weights_bytes + signatures.host_reserve + signatures.sequence_bytes(N)
+    full = replace(MEASURED, memory_free=room)
+    with pytest.raises(MemoryBudgetError, match="does not fit") as caught:
+        chosen(machine=full, mode="lsh", K=10, L=150)
+    assert caught.value.hint
+    assert chosen(either, machine=full, K=10, L=150).sampler == "rabitq"
+
+
+def test_what_is_expected_of_signatures():
+    found = chosen(mode="rabitq", budget=0.05)
+    assert found.sampled_ratio == 0.05
+    assert found.expected_error == expected_signature_error(0.05, 128)
+    assert chosen(mode="rabitq", target_error=0.07).expected_error == 0.07
+    assert expected_signature_error(0.02, 128) == pytest.approx(0.036, rel=0.01)  # EVIDENCE.md section 2
+    assert expected_signature_error(0.05, 128) == pytest.approx(0.015, rel=0.01)
+    assert expected_signature_error(1.0, 128) == 0.0
+    assert expected_table_error(0.038) == pytest.approx(0.059, rel=0.01)
+
+
+def test_times_and_bytes_of_signatures():
+    narrow, wide = (chosen(mode="rabitq", bits=bits) for bits in (64, 256))
+    assert wide.index_bytes(N) > 3 * narrow.index_bytes(N)
+    few, many = (predict(found, N).stages_ms["retrieve"] for found in (narrow, wide))
+    assert 3 < many / few < 4.1
+    assert predict(narrow, N).stages_ms["hash"] == 0.0
+    small, large = (predict(chosen(mode="rabitq", budget=b), N).stages_ms["attend"] for b in (0.01, 0.08))
+    assert large > 3 * small
+    assert chosen(mode="lsh").index_bytes(N) > 10 * wide.index_bytes(N)
+
+
+def test_a_tail_of_tables_samples_more():
+    without, with_tail = chosen(mode="lsh"), chosen(mode="lsh", tail=0.5)
+    assert without.table_tail_rate == 0.0
+    assert with_tail.table_tail_rate == pytest.approx(0.0225, rel=0.1)
+    rate = with_tail.table_tail_rate
+    assert with_tail.sampled_ratio == pytest.approx(rate + (1 - rate) * without.sampled_ratio)
+    other = replace(BUILT_IN, tables=(TableSize(10, 150, sampled_ratio=0.01),))
+    assert chosen(other, mode="lsh", tail=0.5).table_tail_rate == rate  # draws do not depend on a profile's figures
+
+
+def test_a_moving_budget_starts_within_its_bounds():
+    low, high = BUDGET_RANGE
+    assert chosen(mode="rabitq", budget=0.5).budget == 0.5
+    assert chosen(mode="rabitq", budget=0.5, target_error=0.05).budget == high
+    assert chosen(mode="rabitq", budget=0.001, target_error=0.05).budget == low
+
+
+def test_profiles_fill_in_what_was_not_asked():
+    profile = replace(BUILT_IN, budget=0.03, bits=64, tail=0.1, target_error=0.2)
+    found = chosen(profile, mode="rabitq", bits=256)
+    assert (found.budget, found.bits, found.tail_of("rabitq"), found.target_error) == (0.03, 256, 0.1, 0.2)
+    assert any(line.startswith("bits 256: as asked") for line in found.reasons)
+    assert any(line.startswith("tail 0.1: profile built-in") for line in found.reasons)
+
+
+@pytest.mark.parametrize(
+    "options", [{"budget": 0.0}, {"budget": 1.01}, {"tail": -0.1}, {"tail": 1.1}, {"bits": 48}, {"bits": 544},
+                {"target_error": 0.0}, {"mode": "tables"}],
+)  # fmt: skip
+def test_values_that_cannot_be_meant(options):
+    with pytest.raises(UsageError) as caught:
+        chosen(**options)
+    assert caught.value.hint
