@@ -85,8 +85,9 @@ class FullScores(Attention):
         if not picked:
             return super().step(layer, caches, sampled, q, key, value, rule, record)
         queries = self._rotated(q[:, :, 0]).float().contiguous()
-        for cache, row in zip(caches, self._rows(key, value), strict=True):
-            cache.append_one(row)
+        keys, values = self._rotated(key[:, :, 0]), value[:, :, 0]
+        for b, cache in enumerate(caches):
+            cache.append_one(keys[b], values[b])
         store_from = [cache.store.length if flag else 0 for cache, flag in zip(caches, sampled, strict=True)]
         with record.stage("window"):
             near = attend_step(queries, list(caches), store_from, rule, self._threads, self._staging)
