@@ -104,7 +104,7 @@ def test_top_keys_are_the_largest_logits(rule):
 def test_the_oracle_is_unbiased_before_normalisation(rule):
     """Σ exp(logit)·v and Σ exp(logit) over draws of 400 seeds, against exact ones, within 4 standard errors."""
     layer = Layer()
-    layer.cache.append_one(torch.stack([layer.new[0, 0], layer.new[1, 0]], dim=2))
+    layer.cache.append_one(*layer.new[:, 0, :, 0])
     q = layer.q[:, :, 0]
     sums, counts = [], []
     for seed in range(400):
