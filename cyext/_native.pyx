@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""Native kernels of one instruction set. Names and arguments are those of magicpig_cli/kernels/reference.py.
+"""Native kernels of one instruction set. Names and arguments are those of magicpig_cli/kernels/reference.
 
 This source is compiled once per tier; what differs is the header behind MAGICPIG_VEC. Arguments are trusted: the door
 (magicpig_cli/kernels) has checked them. Work is cut into items by row counts; threads take items, so that no result
@@ -8,8 +8,8 @@ depends on how many threads there are.
 
 import numpy as np
 
-from libc.math cimport INFINITY, expf, logf, sqrtf
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.math cimport INFINITY, expf, floor, isfinite, logf, sqrt, sqrtf
+from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 from libc.string cimport memset
 
@@ -94,6 +94,9 @@ cdef extern from "logits.h" nogil:
     void logits_scale(float* dots, int n, float scale, float cap)
     void logits_weights(const float* dots, const float* squares, int n, float q_mu, float q_norm,
                         const float* table, int cells, float* out)
+    void logits_tail(float* log_u, int n, float rate)
+    void error_weights(const float* p, const float* log_pi, const float* values, int n, float factor, float* out,
+                       float* sums)
     float softmax_step(float* logits, int n, float* top, float* total)
 
 
@@ -106,6 +109,44 @@ cdef extern from "hash.h" nogil:
     void hash_pack(const row_t* rows, int n, int D, int type, float* out)
     void hash_tables(const float* rows, int n, const float* panel, int D, int K, int tables, const float* bias,
                      uint32_t* codes, float* raw)
+
+
+cdef extern from "signature.h" nogil:
+    enum: CELL_ROWS
+    enum: GROUP_ROWS
+    enum: TOP_SCORE
+    ctypedef struct signed_t:
+        float step
+        float offset
+        float noise
+        float unit
+        float norm
+        float tau
+        float rate
+    float bf16_to_float(uint16_t upper)
+    void pack_basis_rows(const float* matrix, int bits, int D, float* out)
+    void widen_row(row_t row, int D, int type, float* out)
+    void cell_mean(const float* keys, int D, double* sums, uint16_t* mean)
+    void sign_cell(const float* keys, const uint16_t* mean, const float* panels, int D, int nibbles, float* x,
+                   uint8_t* codes, uint16_t* factors)
+    void project_vectors(const float* x, const float* panels, int D, int nibbles, float* out)
+    void look_up_tables(const float* projected, int64_t stride, int nibbles, uint8_t* table, signed_t* head)
+    float largest_size(const float* x, int64_t n)
+    uint16_t largest_factor(const uint16_t* factors, uint16_t most)
+    float score_unit(const signed_t* head, int nibbles, float of_means, float factor)
+    void score_cell(const uint8_t* codes, const uint16_t* factors, int nibbles, const uint8_t* tables,
+                    const signed_t* head, const float* of_means, int64_t cells, int heads, int16_t* out, int64_t stride)
+    int score_bound(const int16_t* scores, int64_t n, double share, int16_t* subset)
+    void take_scores(const int16_t* scores, int64_t n, int bound, uint64_t* bits)
+    void signature_weights(const float* dots, const float* squares, const float* means, const float* factors, int n,
+                           const signed_t* head, float scale, int D, int bits, float share, const float* table,
+                           int cells, float* out)
+
+
+cdef extern from "tail.h" nogil:
+    uint64_t tail_seed(uint64_t hash_seed, uint64_t layer, uint64_t kv_head)
+    void tail_words(int64_t first, int64_t n, uint64_t seed, const uint64_t* limits, int heads, uint64_t* bits,
+                    int64_t words)
 
 
 cdef extern from "probe.h" nogil:
@@ -138,16 +179,17 @@ def supported():
 
 
 cdef class Memory:
-    """Zeroed bytes for the time of a call, aligned to a cache line."""
+    """Bytes for the time of a call, aligned to a cache line, zero unless that is not needed."""
 
     cdef char* at
 
-    def __cinit__(self, int64_t size):
+    def __cinit__(self, int64_t size, bint zero=True):
         size = (size // 64 + 1) * 64
         self.at = <char*>aligned_alloc(64, size)
         if self.at == NULL:
             raise MemoryError(f"no {size} bytes for intermediate results of attention")
-        memset(self.at, 0, size)
+        if zero:
+            memset(self.at, 0, size)
 
     def __dealloc__(self):
         free(self.at)
@@ -156,6 +198,8 @@ cdef class Memory:
 include "attend.pxi"
 include "hash.pxi"
 include "segment.pxi"
+include "sampled.pxi"
 include "lsh.pxi"
+include "signature.pxi"
 include "product.pxi"
 include "probe.pxi"

@@ -18,14 +18,17 @@ cdef struct Shape:
     float cap     # 0 = none
 
 
-cdef struct Part:  # a segment or a tail of one sequence: see lsh.pxi
+cdef struct Part:  # rows of one sequence that are sampled: see sampled.pxi
     const rows_t* rows
-    const float* mu            # [Hkv][D]
     int64_t b
     int64_t start              # first row
     int64_t n
     int64_t words              # of bits per query head
     uint64_t* bits             # [H][words]
+    # by signatures (signature.pxi)
+    const Unit* units          # [Hkv]; NULL for tables
+    # by tables, a segment or a tail (lsh.pxi)
+    const float* mu            # [Hkv][D]
     const uint16_t* offsets    # segment: [Hkv][L][buckets + 1]
     const uint16_t* ids        # segment: [Hkv][L][n]
     const uint16_t* codes      # tail: [Hkv][L][capacity]; NULL for a segment
@@ -49,6 +52,9 @@ cdef struct Partial:
     float* top        # [piece][G] highest logit
     float* total      # [piece][G] Σ exp(logit − top)
     int64_t* sampled  # [piece][G]
+    # Of the sampled rows, p = exp(logit − top): the error is estimated from these. NULL where it is not.
+    float* with_values  # [piece][G][packed]: Σ p²(1−π)·v
+    float* spread       # [piece][G][2]: Σ p²(1−π), Σ p²(1−π)·|v|²
 
 
 cdef Shape _shape(const float[:, :, ::1] q, tables, float scale, float cap):
@@ -112,13 +118,19 @@ cdef class Partials:
     cdef Partial view
     cdef list held
 
-    def __cinit__(self, int64_t pieces, int64_t groups, int G, int packed):
+    def __cinit__(self, int64_t pieces, int64_t groups, int G, int packed, bint with_error=False):
+        cdef int64_t floats = pieces * G * packed
         cdef Memory a = Memory(pieces * sizeof(Piece)), b = Memory((groups + 1) * sizeof(int64_t))
-        cdef Memory c = Memory(pieces * G * packed * sizeof(float)), d = Memory(pieces * G * sizeof(float))
+        cdef Memory c = Memory((1 + with_error) * floats * sizeof(float)), d = Memory(pieces * G * sizeof(float))
         cdef Memory e = Memory(pieces * G * sizeof(float)), f = Memory(pieces * G * sizeof(int64_t))
         self.view.pieces, self.view.first, self.view.out = <Piece*>a.at, <int64_t*>b.at, <float*>c.at
         self.view.top, self.view.total, self.view.sampled = <float*>d.at, <float*>e.at, <int64_t*>f.at
         self.held = [a, b, c, d, e, f]
+        self.view.with_values = self.view.spread = NULL
+        if with_error:
+            spread = Memory(pieces * G * 2 * sizeof(float))
+            self.view.with_values, self.view.spread = self.view.out + floats, <float*>(<Memory>spread).at
+            self.held.append(spread)
 
 
 cdef int64_t _cut(const rows_t* rows, int64_t b, int64_t kv_head, int64_t start, int64_t stop, const Part* part,
@@ -159,7 +171,7 @@ def exact_attend(const float[:, :, ::1] q, runs, float scale, float softcap, int
     cdef ExactJob job = ExactJob(&shape, <const float*>queries.at, view)
     with nogil:
         crew_run(threads, ns, count, _exact_item, &job)
-    out, lse, _ = _merge(view, &shape, count, threads)
+    out, lse, _, _ = _merge(view, &shape, count, threads)
     return out, lse, now_ns() - began
 
 
@@ -184,9 +196,10 @@ cdef void _attend_run(int64_t item, const Shape* shape, const float* queries, co
     cdef const float* q = _queries_of(queries, piece, shape)
     cdef row_t tile[2][TILE]
     cdef float weights[4 * TILE]
+    cdef float factor[4]
     cdef fetch_t fetch
     cdef int64_t at = piece.start
-    cdef int n = <int>min(<int64_t>TILE, piece.stop - at), ahead, g, heads, now = 0
+    cdef int n = <int>min(<int64_t>TILE, piece.stop - at), ahead, g, heads, i, now = 0
     rows_from(rows, piece.kv_head, at, n, tile[0])
     for g in range(shape.G):
         top[g] = -INFINITY
@@ -199,40 +212,30 @@ cdef void _attend_run(int64_t item, const Shape* shape, const float* queries, co
         while g < shape.G:
             heads = 4 if g + 3 < shape.G else 2 if g + 1 < shape.G else 1
             rows_dot(q + g * shape.packed, shape.packed, heads, tile[now], n, shape.D, rows.type, &fetch, weights)
-            _accumulate(weights, heads, NULL, tile[now], n, rows, shape, &fetch, out + g * shape.packed, top + g,
-                        total + g)
+            for i in range(heads):
+                logits_scale(weights + i * TILE, n, shape.scale, shape.cap)
+                factor[i] = softmax_step(weights + i * TILE, n, top + g + i, total + g + i)
+            rows_add(weights, heads, tile[now], n, shape.D, rows.type, &fetch, factor, out + g * shape.packed,
+                     shape.packed)
             g = g + heads
         n, now = ahead, 1 - now
 
 
-cdef inline void _accumulate(float* dots, int heads, const float* extra, const row_t* tile, int n, const rows_t* rows,
-                             const Shape* shape, fetch_t* fetch, float* out, float* top, float* total) noexcept nogil:
-    """dots [heads][TILE] = q·k of n rows → their part of the online softmax; `extra` is added to the logits."""
-    cdef int r, i
-    cdef float factor[4]
-    for i in range(heads):
-        logits_scale(dots + i * TILE, n, shape.scale, shape.cap)
-        if extra != NULL:
-            for r in range(n):
-                dots[r] += extra[r]
-        factor[i] = softmax_step(dots + i * TILE, n, top + i, total + i)
-    rows_add(dots, heads, tile, n, shape.D, rows.type, fetch, factor, out, shape.packed)
-
-
 cdef tuple _merge(const Partial* view, const Shape* shape, int64_t pieces, int threads):
-    """Output float32 [B, H, D], LSE float32 [B, H], sampled int64 [B, H]."""
+    """Output float32 [B, H, D], LSE and estimated error float32 [B, H], sampled int64 [B, H]."""
     cdef int64_t heads = shape.B * shape.H
     all_out = np.zeros((shape.B, shape.H, shape.D), dtype=np.float32)
     all_lse = np.full((shape.B, shape.H), -np.inf, dtype=np.float32)
+    all_error = np.zeros((shape.B, shape.H), dtype=np.float32)
     all_sampled = np.zeros((shape.B, shape.H), dtype=np.int64)
     cdef float[:, :, ::1] out = all_out
-    cdef float[:, ::1] lse = all_lse
+    cdef float[:, ::1] lse = all_lse, error = all_error
     cdef int64_t[:, ::1] sampled = all_sampled
     cdef double ns = <double>pieces * shape.G * (20 + shape.packed * 0.2)
-    cdef MergeJob job = MergeJob(view, shape, &out[0, 0, 0], &lse[0, 0], &sampled[0, 0])
+    cdef MergeJob job = MergeJob(view, shape, &out[0, 0, 0], &lse[0, 0], &error[0, 0], &sampled[0, 0])
     with nogil:
         crew_run(threads, ns, heads, _merge_head, &job)
-    return all_out, all_lse, all_sampled
+    return all_out, all_lse, all_error, all_sampled
 
 
 cdef struct MergeJob:
@@ -240,6 +243,7 @@ cdef struct MergeJob:
     const Shape* shape
     float* out         # [B·H][D]
     float* lse         # [B·H]
+    float* error       # [B·H]
     int64_t* sampled   # [B·H]
 
 
@@ -267,3 +271,32 @@ cdef void _merge_head(const void* work, int64_t item, int worker) noexcept nogil
     for d in range(shape.D):
         out[d] /= total
     lse[0] = top + logf(total)
+    if view.spread != NULL:
+        job.error[item] = _estimated_error(job, group, g, top, total, out)
+
+
+cdef float _estimated_error(const MergeJob* job, int64_t group, int64_t g, float top, float total,
+                            const float* out) noexcept nogil:
+    """√(Σ ŵ²(1−π)·|v − out|²) / |out| over the sampled rows of a head."""
+    cdef const Partial* view = job.view
+    cdef const Shape* shape = job.shape
+    cdef float with_values[MAX_PACKED]
+    cdef double weight, spread = 0, variance = 0, norm = 0
+    cdef int64_t i, at
+    cdef int d
+    memset(with_values, 0, shape.D * sizeof(float))
+    for i in range(view.first[group], view.first[group + 1]):
+        at = i * shape.G + g
+        if view.pieces[i].part == NULL or view.top[at] == -INFINITY:
+            continue
+        weight = expf(view.top[at] - top)
+        weight *= weight
+        spread += weight * view.spread[2 * at]
+        variance += weight * view.spread[2 * at + 1]
+        add_packed(view.with_values + at * shape.packed, shape.D, view.pieces[i].rows.type, <float>weight, with_values)
+    for d in range(shape.D):
+        variance += out[d] * (spread * out[d] - 2 * <double>with_values[d])
+        norm += <double>out[d] * out[d]
+    if variance <= 0:
+        return 0
+    return <float>(sqrt(variance / norm) / total) if norm > 0 else INFINITY

@@ -12,6 +12,13 @@ DEFAULT_SINK = 4
 DEFAULT_LOCAL = 64
 DEFAULT_K = 10
 DEFAULT_L = 150
+SAMPLERS = ("lsh", "rabitq")
+AUTO_SAMPLER = "lsh"  # what `--attention auto` samples with where no profile says otherwise
+DEFAULT_BUDGET = 0.02  # of the indexed keys, that rabitq samples
+DEFAULT_BITS = 128  # per key, of rabitq
+MAX_BITS = 512
+DEFAULT_TAIL = {"lsh": 0.0, "rabitq": 0.25}  # share of what is sampled that is drawn uniformly, whatever the logits
+BUDGET_RANGE = (0.0025, 0.16)  # within which --target-error moves the budget of a head
 INDEX_FROM = 256  # offloaded keys from which tables are built; below, exact attention reads less
 TAIL_ROWS = 1024  # codes compared one by one (6.6 µs per head, EVIDENCE.md section 1) before a segment of them is begun
 TAIL_ROOM = 1600  # codes that a tail can hold, all compared: so many, while that is made (docs/decisions/004)
@@ -50,9 +57,13 @@ class ModelOptions:
 class AttentionOptions:
     """How decode attends to the long middle of the context (paper section 4)."""
 
-    mode: str = "auto"  # auto | lsh | exact
-    K: int | None = None  # bits per table, 1..MAX_K
-    L: int | None = None  # tables, 2..MAX_L
+    mode: str = "auto"  # auto | lsh | rabitq | exact
+    K: int | None = None  # lsh: bits per table, 1..MAX_K
+    L: int | None = None  # lsh: tables, 2..MAX_L
+    budget: float | None = None  # rabitq: share of the indexed keys to sample, in (0, 1]
+    tail: float | None = None  # share of what is sampled that is drawn uniformly, in [0, 1)
+    bits: int | None = None  # rabitq: bits per key, a multiple of 32 up to MAX_BITS
+    target_error: float | None = None  # rabitq: estimated relative error for which each head's budget is moved
     sink: int | None = None  # first tokens, always attended exactly
     local: int | None = None  # most recent tokens, always attended exactly
     dense_layers: tuple[int, ...] | None = None  # None = chosen for the model

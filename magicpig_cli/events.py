@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -47,12 +49,31 @@ class StepStats:
     stages_ms: dict[str, float]  # keys: STAGES; they add up to wall_ms
     sampled: dict[int, int] = field(default_factory=dict)  # layer → sampled keys, summed over query heads
     offloaded: dict[int, int] = field(default_factory=dict)  # layer → offloaded keys, summed over query heads
+    squares: dict[int, float] = field(default_factory=dict)  # layer → mean over heads of the estimated error's square
+    budget: float | None = None  # mean over sampled layers and heads, of a sampler that has one
 
     @property
     def sampled_ratio(self) -> float | None:
         """Σ sampled / Σ offloaded; None where no layer sampled (exact attention)."""
         offloaded = sum(self.offloaded.values())
         return sum(self.sampled.values()) / offloaded if offloaded else None
+
+    @property
+    def error_estimate(self) -> float | None:
+        """Relative error of attention as the sampled keys tell it: RMS over heads, averaged over sampled layers."""
+        return mean_of_roots(self.squares.values())
+
+
+def mean_of_roots(squares: Iterable[float]) -> float | None:
+    """Mean over layers of the root of each one's mean square; None where no layer was sampled."""
+    roots = [math.sqrt(square) for square in squares]
+    return sum(roots) / len(roots) if roots else None
+
+
+def mean_budget(budgets: Iterable[float | None]) -> float | None:
+    """Mean of those that are known, without the digits that float32 and summing add."""
+    known = [budget for budget in budgets if budget is not None]
+    return round(math.fsum(known) / len(known), 6) if known else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +109,8 @@ class Finished:
     sampled: int  # Σ over its decode steps, sampled layers and query heads
     offloaded: int
     seed: int | None
+    error_estimate: float | None = None  # relative error of attention: RMS over heads and steps, mean over layers
+    budget: float | None = None  # mean over its steps, of a sampler that has one
 
     @property
     def dropped(self) -> bool:

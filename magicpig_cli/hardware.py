@@ -36,6 +36,7 @@ class Speeds:
     gather_bytes_s: float  # ascending rows read with gaps
     count_ns: float  # one id counted in a table look-up
     product_bytes_s: Mapping[str, float]  # weights read by a product with one row: float32, bfloat16, int8
+    scan_ns: float  # one signature of 128 bits compared with one query head, beside the others of a group of four
     operator_us: float  # one small torch operator, called from Python
     host_to_device_bytes_s: float | None = None  # pinned copies; None = no device
     device_to_host_bytes_s: float | None = None

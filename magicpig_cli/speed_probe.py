@@ -20,10 +20,12 @@ import torch
 from torch import nn
 
 from magicpig_cli import kernels
+from magicpig_cli.attention.estimator import log_normal_table
 from magicpig_cli.config import DEFAULT_K, DEFAULT_L
 from magicpig_cli.hardware import Speeds
 from magicpig_cli.kernels.memory import aligned_bytes
 from magicpig_cli.model.stored import Products, Stored, StoredLinear
+from magicpig_cli.planner.times import SCAN_BITS
 
 ROUNDS_S = 0.6  # for as long rounds are made,
 MIN_ROUNDS, MAX_ROUNDS = 5, 25  # but at least and at most so many
@@ -57,6 +59,7 @@ def measure(threads: int, free_bytes: int, cache_bytes: int, gpu: int | None = N
     walk = Walk(filled_buffer(buffer_size(free_bytes, cache_bytes)))  # by all cores
     with _torch_threads(threads), torch.inference_mode():
         long, short = LookUps.of_this_tier()
+        scan = Scan.of_this_tier()
         share = CpuShare(1 if kernels.isa.current() == kernels.reference.TIER else threads)  # NumPy reads with one
         found = medians({
             "sequential": lambda _: _sequential(walk, threads, share),
@@ -67,6 +70,7 @@ def measure(threads: int, free_bytes: int, cache_bytes: int, gpu: int | None = N
             "prompt": lambda _: _prompt_product(walk),
             "long": long.head_ns,
             "short": short.head_ns,
+            "scan": scan.signature_ns,
             "operator": lambda _: _operator_us(),
         })  # fmt: skip
         copies = (None, None) if gpu is None else copy_speeds(torch.device("cuda", gpu))
@@ -77,6 +81,7 @@ def measure(threads: int, free_bytes: int, cache_bytes: int, gpu: int | None = N
         gather_bytes_s=found["rows"],
         count_ns=count_ns,
         visit_ns=visit_ns,
+        scan_ns=found["scan"],
         product_bytes_s={form: found[form] for form in ("float32", "bfloat16", "int8")},
         operator_us=found["operator"],
         prompt_multiply_adds_s=found["prompt"],
@@ -251,7 +256,7 @@ class LookUps:
         columns = np.arange(number * self.heads, (number + 1) * self.heads) % self._visits.shape[1]
         codes = np.ascontiguousarray(self._visits[:, columns].T)[None]  # [1, heads, L]
         queries, weights = np.zeros((1, self.heads, 1), dtype=np.float32), np.zeros(2, dtype=np.float32)
-        done = kernels.lsh_attend(queries, codes, [self._source], weights, scale=1.0, threads=1)
+        done = kernels.lsh_attend(queries, codes, [self._source], weights, scale=1.0, threads=1, with_error=False)
         return done.stage_ns["retrieve"] / self.heads
 
 
@@ -264,6 +269,44 @@ def per_id_and_visit(long: LookUps, long_ns: float, short: LookUps, short_ns: fl
     if count_ns <= 0:
         return long_ns / long.ids, 0.0
     return count_ns, max(0.0, short_ns - count_ns * short.ids) / short.tables
+
+
+class Scan:
+    """Random signatures of the planner's size, and a group of query heads that are compared with all of them."""
+
+    GROUP, HEAD_DIM = 4, 32  # query heads per KV head; values per row, of which few are read
+    BUDGET = 0.01
+
+    def __init__(self, kv_heads: int, rows: int) -> None:
+        random = np.random.default_rng(rows)
+        table = kernels.RowTable(kv_heads, self.HEAD_DIM, "bfloat16", rows)
+        table.append_block(np.zeros((kv_heads, rows, 2, self.HEAD_DIM), dtype=np.uint16))  # pages that few touch
+        blocks = kernels.SignatureBlock(
+            random.integers(0, 256, (kv_heads, rows // 32, SCAN_BITS // 4, 16), dtype=np.uint8),
+            np.full((kv_heads, rows), 0x3F80, dtype=np.uint16),  # 1 as bfloat16
+            np.zeros((kv_heads, rows // kernels.SIGNATURE_ROWS, self.HEAD_DIM), dtype=np.uint16),
+        )
+        self._source = kernels.SignedRows(table, (blocks,))
+        heads = kv_heads * self.GROUP
+        self._q = random.standard_normal((1, heads, self.HEAD_DIM), dtype=np.float32)
+        self._basis = kernels.SignatureBasis(random.standard_normal((SCAN_BITS, self.HEAD_DIM), dtype=np.float32))
+        self._weights = log_normal_table()
+        self._budget = np.full((1, heads), self.BUDGET, dtype=np.float32)
+        self._compared = heads * rows
+
+    @classmethod
+    def of_this_tier(cls) -> Scan:
+        if kernels.isa.current() == kernels.reference.TIER:
+            return cls(1, 1024)
+        return cls(8, 32_768)  # 4 MiB of signatures
+
+    def signature_ns(self, _: int) -> float:
+        """Nanoseconds for one signature and one query head, on one thread."""
+        done = kernels.rabitq_attend(
+            self._q, self._basis, [self._source], self._weights, budget=self._budget, tail=0.0, key=(0, 0), scale=1.0,
+            threads=1, with_error=False,
+        )  # fmt: skip
+        return done.stage_ns["retrieve"] / self._compared
 
 
 def _operator_us(repeats: int = 20) -> float:

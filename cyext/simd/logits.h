@@ -39,6 +39,15 @@ static inline void logits_scale(float *dots, int n, float scale, float cap) {
     }
 }
 
+/* Positions among uniform cells → values of the table [cells + 1], by linear interpolation. */
+static inline void read_table(float *at, int n, const float *table, int cells) {
+    for (int r = 0; r < n; r++) {
+        int cell = (int)at[r];
+        if (cell > cells - 1) cell = cells - 1;
+        at[r] = table[cell] + (at[r] - (float)cell) * (table[cell + 1] - table[cell]);
+    }
+}
+
 /* Per key −ln u, from the table over sin(θ/2) with `cells` uniform cells: dots = q·k, squares = |k − μ|². */
 static inline void logits_weights(const float *dots, const float *squares, int n, float q_mu, float q_norm,
         const float *table, int cells, float *out) {
@@ -50,11 +59,60 @@ static inline void logits_weights(const float *dots, const float *squares, int n
         vf half = vf_mul(vf_sub(vf_set1(1), vf_clamp(cosine, -1, 1)), vf_set1(0.5f));
         vf_store(out + r, vf_mul(vf_sqrt(half), vf_set1((float)cells)));
     }
-    for (int r = 0; r < n; r++) {
-        int cell = (int)out[r];
-        if (cell > cells - 1) cell = cells - 1;
-        out[r] = table[cell] + (out[r] - (float)cell) * (table[cell + 1] - table[cell]);
+    read_table(out, n, table, cells);
+}
+
+/* ln x of positive normal numbers, within 2 ulp or 1e-7. Constants: Cephes logf. */
+static inline vf vf_log(vf x) {
+    vf e, m = vf_split(x, &e); /* 1 ≤ m < 2 */
+    const vf large = vf_set1(1.41421356237f);
+    e = vf_gt(m, large, vf_add(e, vf_set1(1)), e);
+    m = vf_sub(vf_gt(m, large, vf_mul(m, vf_set1(0.5f)), m), vf_set1(1));
+    const vf z = vf_mul(m, m);
+    vf y = vf_set1(7.0376836292e-2f);
+    y = vf_fma(y, m, vf_set1(-1.1514610310e-1f));
+    y = vf_fma(y, m, vf_set1(1.1676998740e-1f));
+    y = vf_fma(y, m, vf_set1(-1.2420140846e-1f));
+    y = vf_fma(y, m, vf_set1(1.4249322787e-1f));
+    y = vf_fma(y, m, vf_set1(-1.6668057665e-1f));
+    y = vf_fma(y, m, vf_set1(2.0000714765e-1f));
+    y = vf_fma(y, m, vf_set1(-2.4999993993e-1f));
+    y = vf_fma(y, m, vf_set1(3.3333331174e-1f));
+    y = vf_mul(vf_mul(y, m), z);
+    y = vf_fma(e, vf_set1(-2.12194440e-4f), y);
+    y = vf_fma(z, vf_set1(-0.5f), y);
+    return vf_fma(e, vf_set1(0.693359375f), vf_add(m, y));
+}
+
+/* −ln u → −ln π, π = rate + (1 − rate)·u: the uniform tail may have taken the row too. */
+static inline void logits_tail(float *log_u, int n, float rate) {
+    for (int r = 0; r < n; r += VW) {
+        vf u = vf_exp(vf_sub(vf_set1(0), vf_load(log_u + r)));
+        vf pi = vf_fma(vf_set1(1 - rate), u, vf_set1(rate));
+        vf_store(log_u + r, vf_sub(vf_set1(0), vf_log(pi)));
     }
+}
+
+/* What the error of the output is estimated from: out = p²·(1 − π) of softmax terms p and −ln π; sums[0] and sums[1]
+ * become factor·sums + Σ out, Σ out·|v|². */
+static inline void error_weights(const float *p, const float *log_pi, const float *values, int n, float factor,
+        float *out, float *sums) {
+    vf all = vf_set1(0), with_values = vf_set1(0);
+    float part[4];
+    for (int r = 0; r < n; r += VW) {
+        vf x = vf_load(p + r), rest = vf_sub(vf_set1(1), vf_exp(vf_sub(vf_set1(0), vf_load(log_pi + r))));
+        x = vf_mul(vf_mul(x, x), vf_gt(rest, vf_set1(0), rest, vf_set1(0)));
+        vf_store(out + r, x);
+    }
+    for (int r = n; r % VW; r++) out[r] = 0;
+    for (int r = 0; r < n; r += VW) {
+        vf x = vf_load(out + r);
+        all = vf_add(all, x);
+        with_values = vf_fma(x, vf_load(values + r), with_values);
+    }
+    vf_sum4(all, with_values, all, with_values, part);
+    sums[0] = sums[0] * factor + part[0];
+    sums[1] = sums[1] * factor + part[1];
 }
 
 /* One step of the online softmax: logits → exp(logit − top), where top[0] becomes the maximum so far and sum[0] grows

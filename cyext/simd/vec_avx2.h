@@ -56,6 +56,67 @@ static inline void vf_sum4(vf a, vf b, vf c, vf d, float *out) {
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
 }
 
+static inline vf vf_split(vf x, vf *e) {
+    __m256i bits = _mm256_castps_si256(x);
+    *e = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_srli_epi32(bits, 23), _mm256_set1_epi32(127)));
+    bits = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffff));
+    return _mm256_castsi256_ps(_mm256_or_si256(bits, _mm256_set1_epi32(0x3f800000)));
+}
+static inline vf vf_load_u16(const uint16_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+static inline vf vf_widen_bf16(const uint16_t *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+}
+static inline void vf_store_i16(int16_t *p, vf a, vf b) {
+    __m256i both = _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b));
+    _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(both, 0xd8));
+}
+static inline uint64_t scores_reach(const int16_t *scores, int16_t bound) {
+    const __m256i below = _mm256_set1_epi16((int16_t)(bound - 1));
+    uint64_t word = 0;
+    for (int i = 0; i < 2; i++) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)(scores + 32 * i));
+        __m256i b = _mm256_loadu_si256((const __m256i *)(scores + 32 * i + 16));
+        a = _mm256_packs_epi16(_mm256_cmpgt_epi16(a, below), _mm256_cmpgt_epi16(b, below));
+        word |= (uint64_t)(uint32_t)_mm256_movemask_epi8(_mm256_permute4x64_epi64(a, 0xd8)) << (32 * i);
+    }
+    return word;
+}
+/* A load takes two nibbles of 32 rows, one per 128-bit lane; after eight loads the bytes are full. */
+static inline __attribute__((always_inline)) void nibble_sums(const uint8_t *codes, int nibbles, const uint8_t *tables,
+        int64_t stride, int heads, uint16_t *out) {
+    const __m256i low = _mm256_set1_epi8(15);
+    __m256i total[4][2];
+    for (int first = 0; first < nibbles; first += 16) {
+        const int last = first + 16 < nibbles ? first + 16 : nibbles;
+        __m256i sum[4][2];
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++) sum[h][0] = sum[h][1] = _mm256_setzero_si256();
+        for (int j = first; j < last; j += 2) {
+            const __m256i pair = _mm256_loadu_si256((const __m256i *)(codes + 16 * j));
+            const __m256i a = _mm256_and_si256(pair, low), b = _mm256_and_si256(_mm256_srli_epi16(pair, 4), low);
+#pragma GCC unroll 4
+            for (int h = 0; h < heads; h++) {
+                const __m256i table = _mm256_loadu_si256((const __m256i *)(tables + h * stride + 16 * j));
+                sum[h][0] = _mm256_add_epi8(sum[h][0], _mm256_shuffle_epi8(table, a));
+                sum[h][1] = _mm256_add_epi8(sum[h][1], _mm256_shuffle_epi8(table, b));
+            }
+        }
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++)
+            for (int half = 0; half < 2; half++) {
+                const __m256i even = _mm256_cvtepu8_epi16(_mm256_castsi256_si128(sum[h][half]));
+                const __m256i both = _mm256_add_epi16(even, _mm256_cvtepu8_epi16(_mm256_extracti128_si256(sum[h][half], 1)));
+                total[h][half] = first ? _mm256_add_epi16(total[h][half], both) : both;
+            }
+    }
+#pragma GCC unroll 4
+    for (int h = 0; h < heads; h++)
+        for (int half = 0; half < 2; half++)
+            _mm256_storeu_si256((__m256i *)(out + 32 * h + 16 * half), total[h][half]);
+}
+
 static inline uint64_t counters_take(uint8_t *counters) {
     const __m256i two = _mm256_set1_epi8(2);
     __m256i *at = (__m256i *)counters;

@@ -58,6 +58,63 @@ static inline void vf_sum4(vf a, vf b, vf c, vf d, float *out) {
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
 }
 
+static inline vf vf_split(vf x, vf *e) {
+    *e = _mm512_getexp_ps(x);
+    return _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
+}
+static inline vf vf_load_u16(const uint16_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)));
+}
+static inline vf vf_widen_bf16(const uint16_t *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+static inline void vf_store_i16(int16_t *p, vf a, vf b) {
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a)));
+    _mm256_storeu_si256((__m256i *)(p + 16), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(b)));
+}
+static inline uint64_t scores_reach(const int16_t *scores, int16_t bound) {
+    const __m512i least = _mm512_set1_epi16(bound);
+    const uint32_t a = _mm512_cmpge_epi16_mask(_mm512_loadu_si512(scores), least);
+    const uint32_t b = _mm512_cmpge_epi16_mask(_mm512_loadu_si512(scores + 32), least);
+    return a | (uint64_t)b << 32;
+}
+/* A load takes four nibbles of 32 rows, one per 128-bit lane; after eight loads the bytes are full. */
+static inline __attribute__((always_inline)) void nibble_sums(const uint8_t *codes, int nibbles, const uint8_t *tables,
+        int64_t stride, int heads, uint16_t *out) {
+    const __m512i low = _mm512_set1_epi8(15);
+    __m512i total[4][2];
+    for (int first = 0; first < nibbles; first += 32) {
+        const int last = first + 32 < nibbles ? first + 32 : nibbles;
+        __m512i sum[4][2];
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++) sum[h][0] = sum[h][1] = _mm512_setzero_si512();
+        for (int j = first; j < last; j += 4) {
+            const __m512i four = _mm512_loadu_si512(codes + 16 * j);
+            const __m512i a = _mm512_and_si512(four, low), b = _mm512_and_si512(_mm512_srli_epi16(four, 4), low);
+#pragma GCC unroll 4
+            for (int h = 0; h < heads; h++) {
+                const __m512i table = _mm512_loadu_si512(tables + h * stride + 16 * j);
+                sum[h][0] = _mm512_add_epi8(sum[h][0], _mm512_shuffle_epi8(table, a));
+                sum[h][1] = _mm512_add_epi8(sum[h][1], _mm512_shuffle_epi8(table, b));
+            }
+        }
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++)
+            for (int half = 0; half < 2; half++) {
+                const __m512i two = _mm512_cvtepu8_epi16(_mm512_castsi512_si256(sum[h][half]));
+                const __m512i both = _mm512_add_epi16(two, _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(sum[h][half], 1)));
+                total[h][half] = first ? _mm512_add_epi16(total[h][half], both) : both;
+            }
+    }
+#pragma GCC unroll 4
+    for (int h = 0; h < heads; h++)
+        for (int half = 0; half < 2; half++) {
+            const __m512i both = total[h][half];
+            const __m256i sum = _mm256_add_epi16(_mm512_castsi512_si256(both), _mm512_extracti64x4_epi64(both, 1));
+            _mm256_storeu_si256((__m256i *)(out + 32 * h + 16 * half), sum);
+        }
+}
+
 static inline uint64_t counters_take(uint8_t *counters) {
     __m512i v = _mm512_loadu_si512(counters);
     _mm512_storeu_si512(counters, _mm512_setzero_si512());

@@ -71,6 +71,53 @@ static inline void vf_sum4(vf a, vf b, vf c, vf d, float *out) {
     out[3] = (d[0] + d[1]) + (d[2] + d[3]);
 }
 
+/* The value as m·2^e with 1 ≤ m < 2; of positive normal numbers. */
+static inline vf vf_split(vf x, vf *e) {
+    vu bits = (vu)x;
+    vi exponent = (vi)(bits >> 23) - 127;
+    *e = __builtin_convertvector(exponent, vf);
+    return (vf)((bits & 0x7fffffu) | 0x3f800000u);
+}
+/* VW numbers of 16 bits, in order: integers, or bfloat16. */
+static inline vf vf_load_u16(const uint16_t *p) { return (vf){p[0], p[1], p[2], p[3]}; }
+static inline vf vf_widen_bf16(const uint16_t *p) { return (vf)((vu){p[0], p[1], p[2], p[3]} << 16); }
+/* 2·VW numbers to the nearest integer, in order; what does not fit in 16 bits becomes one that does. */
+static inline void vf_store_i16(int16_t *p, vf a, vf b) {
+    for (int i = 0; i < VW; i++) {
+        float x = a[i] > -32768 ? a[i] < 32767 ? a[i] : 32767 : -32768;
+        float y = b[i] > -32768 ? b[i] < 32767 ? b[i] : 32767 : -32768;
+        p[i] = (int16_t)(int32_t)(x + 12582912.0f - 12582912.0f);
+        p[VW + i] = (int16_t)(int32_t)(y + 12582912.0f - 12582912.0f);
+    }
+}
+
+#ifndef HAS_SCORE_BITS /* Which of 64 scores reach the bound. */
+static inline uint64_t scores_reach(const int16_t *scores, int16_t bound) {
+    uint64_t word = 0;
+    int any = 0;
+    for (int i = 0; i < 64; i++) any |= scores[i] >= bound;
+    if (any)
+        for (int i = 0; i < 64; i++) word |= (uint64_t)(scores[i] >= bound) << i;
+    return word;
+}
+#endif
+
+#ifndef HAS_NIBBLE_SUMS
+/* out[h][row] = Σ_j table_h[j][nibble j of the row] of 32 rows (signature.h), for `heads` tables `stride` bytes apart.
+ * Without shuffles: a byte holds a nibble of two rows, and one look-up finds both values. */
+static inline void nibble_sums(const uint8_t *codes, int nibbles, const uint8_t *tables, int64_t stride, int heads,
+        uint16_t *out) {
+    for (int h = 0; h < heads; h++) {
+        uint32_t sums[16] = {0};
+        for (int j = 0; j < nibbles; j++) {
+            const uint8_t *table = tables + h * stride + 16 * j, *code = codes + 16 * j;
+            for (int i = 0; i < 16; i++) sums[i] += table[code[i] & 15] | (uint32_t)table[code[i] >> 4] << 16;
+        }
+        for (int i = 0; i < 16; i++) out[32 * h + i] = (uint16_t)sums[i], out[32 * h + 16 + i] = (uint16_t)(sums[i] >> 16);
+    }
+}
+#endif
+
 /* Which of 64 counters are ≥ 2, as bits; the counters are cleared. */
 static inline uint64_t counters_take(uint8_t *counters) {
     uint64_t word = 0;

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
 import torch
 
-from magicpig_cli.attention.base import LogitRule, Partial, StepRecorder
+from magicpig_cli.attention.base import Estimate, LogitRule, Partial, Sampler, StepRecorder
 from magicpig_cli.attention.exact import attend_chunk, attend_step
-from magicpig_cli.attention.lsh import LshSampler
-from magicpig_cli.attention.merge import merge
-from magicpig_cli.cache.index import LshIndex, SavedIndex
+from magicpig_cli.attention.merge import merge, share_of
+from magicpig_cli.cache.base import Index, IndexReader
 from magicpig_cli.cache.layer import LayerCache
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.config import BLOCK_KEYS
@@ -23,7 +23,7 @@ class Attention:
     """
 
     def __init__(
-        self, sampler: LshSampler | None, row_dtype: torch.dtype, threads: int, staging: Staging,
+        self, sampler: Sampler | None, row_dtype: torch.dtype, threads: int, staging: Staging,
         rotation: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self._sampler = sampler
@@ -47,19 +47,19 @@ class Attention:
             cache.index = None  # before the new one is made, not after: both together would be twice the memory
         self._index(layer, cache).extend()
 
-    def adopt_index(self, layer: int, cache: LayerCache, saved: SavedIndex, *, cut: bool) -> None:
-        """Give the layer an index that was taken down before, as far as its store goes (`LshIndex.restored`)."""
+    def adopt_index(self, layer: int, cache: LayerCache, saved: IndexReader) -> None:
+        """Give the layer an index that was taken down before, as far as its store goes. Raises MagicpigError."""
         assert self._sampler is not None
-        hasher = self._sampler.hasher(layer, cache.spec.head_dim)
-        index = LshIndex.restored(saved, hasher, cache.store, self._threads, cut=cut)
+        index = self._sampler.restored(layer, cache, saved)
         index.truncate(cache.store.length)
         cache.index = index
 
-    def _index(self, layer: int, cache: LayerCache) -> LshIndex:
-        """The layer's index; one without rows where it had none."""
+    def _index(self, layer: int, cache: LayerCache) -> Index:
+        """The layer's index for this sampler; one without rows where it had none."""
         assert self._sampler is not None
-        if cache.index is None:
-            cache.index = LshIndex(self._sampler.hasher(layer, cache.spec.head_dim), cache.store, self._threads)
+        if cache.index is None or cache.index.sampler != self._sampler.name:
+            cache.index = None  # first, as above
+            cache.index = self._sampler.new_index(layer, cache)
         return cache.index
 
     def chunk(
@@ -112,10 +112,11 @@ class Attention:
         """Exact parts and samples of all sequences in one call of the kernels."""
         assert self._sampler is not None
         runs = [cache.runs(start) for cache, start in zip(caches, store_from, strict=True)]
-        attended, counts = self._sampler.attend(layer, queries, list(caches), rule, record, runs, sampled)
-        picked = [b for b, flag in enumerate(sampled) if flag]
-        self._note(layer, caches, picked, [counts[b] for b in picked], queries, attended, rule, record)
-        return attended
+        found = self._sampler.attend(layer, queries, list(caches), rule, record, runs, sampled)
+        for b in [b for b, flag in enumerate(sampled) if flag]:
+            self._note(layer, caches, b, found, b, found.error, record)
+        self._measure(caches, sampled, queries, found.attended, rule, record)
+        return found.attended
 
     def _sample_apart(
         self, layer: int, caches: SequenceOf[LayerCache], picked: list[int], store_from: list[int],
@@ -126,34 +127,50 @@ class Attention:
         with record.stage("window"):
             near = attend_step(queries, list(caches), store_from, rule, self._threads, self._staging)
         q = queries[picked].contiguous()
-        middle, counts = self._sampler.attend(layer, q, [caches[b] for b in picked], rule, record)
+        found = self._sampler.attend(layer, q, [caches[b] for b in picked], rule, record)
         with record.stage("merge"):
-            merged = merge(Partial(near.out[picked], near.lse[picked]), middle)
+            merged = merge(Partial(near.out[picked], near.lse[picked]), found.attended)
             out, lse = near.out.clone(), near.lse.clone()
             out[picked], lse[picked] = merged.out, merged.lse
+            error = found.error
+            if error is not None:
+                error = error * self._staging.to_host(share_of(found.attended, merged)).numpy()
+        for row, b in enumerate(picked):
+            self._note(layer, caches, b, found, row, error, record)
         attended = Partial(out, lse)
-        self._note(layer, caches, picked, counts, queries, attended, rule, record)
+        self._measure(caches, [b in picked for b in range(len(caches))], queries, attended, rule, record)
         return attended
 
     def _note(
-        self, layer: int, caches: SequenceOf[LayerCache], picked: list[int], counts: list[int],
-        queries: torch.Tensor, attended: Partial, rule: LogitRule, record: StepRecorder,
+        self, layer: int, caches: SequenceOf[LayerCache], b: int, found: Estimate, row: int,
+        error: np.ndarray | None, record: StepRecorder,
     ) -> None:  # fmt: skip
-        """Record what was sampled of the sequences `picked`, and how far their results are off."""
-        record.sampled[layer], record.offloaded[layer] = [0] * len(caches), [0] * len(caches)
-        for b, count in zip(picked, counts, strict=True):
-            index = caches[b].index
-            assert index is not None
-            record.sampled[layer][b] = count
-            record.offloaded[layer][b] = index.length * queries.shape[1]
-        self._note_errors([caches[b] for b in picked], queries[picked], attended.out[picked], rule, record)
+        """Record what was sampled of sequence b, which is in this row of `found`; error: as estimated, [.., H]."""
+        index = caches[b].index
+        assert index is not None
+        assert self._sampler is not None
+        for table in (record.sampled, record.offloaded):
+            table.setdefault(layer, [0] * len(caches))
+        for told in (record.squares, record.budgets):
+            told.setdefault(layer, [None] * len(caches))
+        record.sampled[layer][b] = int(found.sampled[row].sum())
+        record.offloaded[layer][b] = index.length * found.sampled.shape[1]
+        if error is not None:
+            record.squares[layer][b] = float(np.square(error[row], dtype=np.float64).mean())
+            self._sampler.learn(index, error[row])
+        if found.budget is not None:
+            record.budgets[layer][b] = float(found.budget[row].mean(dtype=np.float64))
 
-    def _note_errors(
-        self, caches: list[LayerCache], queries: torch.Tensor, out: torch.Tensor, rule: LogitRule, record: StepRecorder
-    ) -> None:
-        """Record how far results [B, H, D] of these sequences are off, if that is asked for."""
+    def _measure(
+        self, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], queries: torch.Tensor, attended: Partial,
+        rule: LogitRule, record: StepRecorder,
+    ) -> None:  # fmt: skip
+        """How far the results of the sampled sequences are off, if that is asked for."""
         if record.errors is None:
             return
-        truth = attend_step(queries.contiguous(), caches, [0] * len(caches), rule, self._threads, self._staging)
+        picked = [b for b, flag in enumerate(sampled) if flag]
+        chosen = [caches[b] for b in picked]
+        q = queries[picked].contiguous()
+        truth = attend_step(q, chosen, [0] * len(chosen), rule, self._threads, self._staging)
         size = truth.out.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-        record.errors.append((out - truth.out).norm(dim=-1) / size)
+        record.errors.append((attended.out[picked] - truth.out).norm(dim=-1) / size)

@@ -7,11 +7,18 @@ each giving a `Partial`; `merge` weighs them by exp(LSE). Elsewhere one call of 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
+import numpy as np
 import torch
+
+from magicpig_cli import kernels
+from magicpig_cli.cache.base import Index, IndexReader
+from magicpig_cli.cache.layer import LayerCache, Run
+from magicpig_cli.cache.staging import Staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,9 @@ class StepRecorder:
     ns: dict[str, int] = field(default_factory=dict)  # stage (events.STAGES) → wall nanoseconds
     sampled: dict[int, list[int]] = field(default_factory=dict)  # layer → per sequence, summed over query heads
     offloaded: dict[int, list[int]] = field(default_factory=dict)
+    # layer → per sequence, over query heads; None where nothing was sampled:
+    squares: dict[int, list[float | None]] = field(default_factory=dict)  # mean square of the estimated relative error
+    budgets: dict[int, list[float | None]] = field(default_factory=dict)  # mean budget
     errors: list[torch.Tensor] | None = None  # if a list: relative error of each sampled (sequence, head), per layer
 
     @contextmanager
@@ -53,3 +63,55 @@ class StepRecorder:
 
     def add(self, name: str, nanoseconds: int) -> None:
         self.ns[name] = self.ns.get(name, 0) + nanoseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a sampler makes of the offloaded keys, and of the rows that it attends exactly beside them."""
+
+    attended: Partial  # on the device
+    sampled: np.ndarray  # int64 [B, H], keys
+    error: np.ndarray | None  # float32 [B, H], ‖õ − o‖ / ‖o‖ as the sampled keys tell it; None = not estimated
+    budget: np.ndarray | None = None  # float32 [B, H], share of the keys that was to be sampled, where there is one
+
+
+class Sampler(Protocol):
+    """A way to estimate attention over offloaded keys: how they are indexed, and what is read of them."""
+
+    name: str
+
+    def new_index(self, layer: int, cache: LayerCache) -> Index:
+        """An index of the layer's store, without rows."""
+        ...
+
+    def restored(self, layer: int, cache: LayerCache, saved: IndexReader) -> Index:
+        """The index in a file, over the layer's store. Raises MagicpigError if it is not one of this sampler."""
+        ...
+
+    def attend(
+        self, layer: int, q: torch.Tensor, caches: list[LayerCache], rule: LogitRule, record: StepRecorder,
+        exact: list[list[Run]] | None = None, sampled: Sequence[bool] | None = None,
+    ) -> Estimate:  # fmt: skip
+        """Estimate attention over the indexed keys: q float32 [B, H, D] on the device.
+
+        exact: per sequence, runs of rows in host memory that are attended exactly and merged in; sampled: which
+        sequences have more than these (None = all).
+        """
+        ...
+
+    def learn(self, index: Index, error: np.ndarray) -> None:
+        """Told the estimated relative error [H] of the step that has just sampled from an index, where there is one."""
+        ...
+
+    def forget(self, layer: int) -> None:
+        """Let go of what is drawn for a layer; it is drawn again, the same, when it is needed."""
+        ...
+
+
+def as_estimate(done: kernels.Sampled, record: StepRecorder, staging: Staging, budget: np.ndarray | None) -> Estimate:
+    """What a kernel has found, on the device; its times are recorded."""
+    spent = sum(done.stage_ns.values()) or 1
+    for stage, nanoseconds in done.stage_ns.items():  # of all threads: share out the wall time
+        record.add(stage, done.wall_ns * nanoseconds // spent)
+    out, lse = (staging.to_device(torch.from_numpy(array)) for array in (done.out, done.lse))
+    return Estimate(Partial(out, lse), done.sampled, done.error, budget)

@@ -1,22 +1,28 @@
-"""The LSH estimator's formulas in float64 (paper section 4; DESIGN.md, "The estimator"). NumPy only.
+"""The estimators' formulas in float64 (paper section 4; DESIGN.md, "The estimator"; EVIDENCE.md section 2). NumPy only.
 
-A key is sampled iff its code of K sign bits equals the query's in at least two of L tables. This module is the
-reference for whatever needs the probability of that: the kernels' table of −ln u, predictions of quality, tests.
+Tables take a key iff its code of K sign bits equals the query's in at least two of L tables; signatures iff the logit
+that its sign bits tell reaches a threshold; the uniform tail takes any key with a fixed probability. This module is the
+reference for whatever needs the probability of that: the kernels' tables of −ln u, predictions of quality, tests.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from magicpig_cli.kernels import Z_HIGH, Z_LOW, rotation_share
 
 Floats = NDArray[np.float64]
 
 FLOOR = 1e-30  # of u: −ln u stays finite for a key opposite to the query
 CELLS = 4096  # of the table of −ln u
 TABLE_ERROR = 8e-6  # of −ln u read from it, K in 1..16, L in 2..1000, cos θ ≥ −0.5 (docs/decisions/001)
+NORMAL_ERROR = 8e-6  # of −ln Φ read from the table of the signature sampler, z ≥ Z_LOW
 _SERIES_BELOW = 0.1  # L·p; above it the closed form loses fewer than 3 of 16 digits
+_BISECTIONS = 40
 _TERMS = 12  # each is below 0.1/3 of the one before: the rest is below 1e-16 of the sum
 
 
@@ -100,3 +106,89 @@ def predicted_error(weights: ArrayLike, u: ArrayLike, values: ArrayLike, output:
     norm = np.linalg.norm(o, axis=-1)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(error > 0, error / norm, 0.0)
+
+
+# --- the uniform tail, and what a sample tells of its own error ----------------------------------------------------
+
+
+def with_tail(u: ArrayLike, rate: float) -> Floats:
+    """π = 1 − (1−u)(1−rate): the probability of a key that the uniform tail may take too."""
+    u = np.asarray(u, dtype=np.float64)
+    return rate + (1 - rate) * u
+
+
+def estimated_error(weights: ArrayLike, pi: ArrayLike, values: ArrayLike, output: ArrayLike) -> Any:
+    """‖õ − o‖ / ‖o‖ as the sample itself tells it: root of Σ ŵᵢ²·(1−πᵢ)·‖vᵢ−õ‖² / ‖õ‖², over sampled keys.
+
+    Its square has the expectation of `predicted_error`'s: a key appears with probability π, and then ŵ ≈ w/π. weights
+    [.., S] are the softmax weights of the sampled keys with −ln π in their logits, normalised over exact keys too; the
+    rest as there, with the estimate in place of the exact output.
+    """
+    w, pi = np.asarray(weights, dtype=np.float64), np.asarray(pi, dtype=np.float64)
+    return predicted_error(w * np.sqrt(pi), pi, values, output)
+
+
+# --- signatures ----------------------------------------------------------------------------------------------------
+
+
+def normal_probability(z: ArrayLike) -> Floats:
+    """Φ(z), accurate far below 0 too; floor 1e-30."""
+    z = np.asarray(z, dtype=np.float64)
+    upper = np.array([math.erfc(x) for x in (-z / math.sqrt(2)).ravel().tolist()]).reshape(z.shape)
+    return np.maximum(upper / 2, FLOOR)
+
+
+def log_normal_table(cells: int = CELLS) -> NDArray[np.float32]:
+    """−ln Φ(z) at uniform z from Z_LOW to Z_HIGH; float32 [cells + 1], read by linear interpolation.
+
+    Its second derivative is below 1, so with 4,096 cells the interpolated value is within NORMAL_ERROR, float32 storage
+    included. Below Z_LOW it stays at its first value, 64.
+    """
+    return (-np.log(normal_probability(np.linspace(Z_LOW, Z_HIGH, cells + 1)))).astype(np.float32)
+
+
+def mean_alignment(bits: int, head_dim: int) -> float:
+    """E[A], A = ⟨sign(P·x), P·x⟩ / |x| over rotations: each of the B terms is a coordinate of a random unit vector."""
+    half = head_dim / 2
+    return bits * math.exp(math.lgamma(half) - math.lgamma(half + 0.5)) / math.sqrt(math.pi)
+
+
+def signature_deviation(
+    q: ArrayLike, x: ArrayLike, bits: int, factors: ArrayLike | None = None, noise: float = 0.0, unit: float = 0.0
+) -> Floats:
+    """σ [.., N] of the estimated logits of keys with x = k − μ [.., N, D]; q [.., D] is the query times the scale.
+
+    Given A = |x| / f the estimate's error is q's component across x times a direction that the rotations make uniform:
+    σ² = (|q|² − (q·x)²/|x|²)·(B·f² − c·|x|²)/(D−1), c the `rotation_share`, both factors clamped at 0. factors [.., N]:
+    f as stored, None for what it is about, |x| / E[A]. noise: variance of ⟨b, P·q⟩ by rounded look-up tables; unit:
+    step of the scores.
+    """
+    q, x = np.asarray(q, dtype=np.float64), np.asarray(x, dtype=np.float64)
+    head_dim, squares = x.shape[-1], (x**2).sum(axis=-1)
+    f = np.sqrt(squares) / mean_alignment(bits, head_dim) if factors is None else np.asarray(factors, dtype=np.float64)
+    along = np.einsum("...nd,...d->...n", x, q)
+    across = (q**2).sum(axis=-1)[..., None] - np.divide(along**2, squares, out=np.zeros_like(along), where=squares > 0)
+    spread = np.maximum(across, 0) * np.maximum(bits * f**2 - rotation_share(bits, head_dim) * squares, 0)
+    deviation: Floats = np.sqrt(spread / max(head_dim - 1, 1) + noise * f**2 + unit**2 / 12)
+    return deviation
+
+
+def signature_probability(logits: ArrayLike, threshold: ArrayLike, deviation: ArrayLike) -> Floats:
+    """u = Φ((s − τ)/σ), the probability that a key of logit s is taken; floor 1e-30. σ = 0: whether it reaches τ."""
+    above = np.asarray(logits, dtype=np.float64) - np.asarray(threshold, dtype=np.float64)
+    sigma = np.broadcast_to(np.asarray(deviation, dtype=np.float64), above.shape)
+    z = np.divide(above, sigma, out=np.where(above >= 0, Z_HIGH, -np.inf), where=sigma > 0)
+    return normal_probability(z)
+
+
+def predicted_threshold(logits: ArrayLike, deviation: ArrayLike, share: float) -> float:
+    """τ at which a share of the keys [N] is expected to be taken: mean of `signature_probability` = share."""
+    s, sigma = np.asarray(logits, dtype=np.float64), np.asarray(deviation, dtype=np.float64)
+    low, high = float((s - 8 * sigma).min()), float((s + 8 * sigma).max())
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        if signature_probability(s, middle, sigma).mean() > share:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from magicpig_cli import kernels
-from magicpig_cli.attention.base import LogitRule, Partial, StepRecorder
+from magicpig_cli.attention.base import Estimate, LogitRule, StepRecorder, as_estimate
 from magicpig_cli.attention.estimator import log_weight_table
+from magicpig_cli.cache.base import Index, IndexReader
+from magicpig_cli.cache.index import LshIndex, SavedTables
 from magicpig_cli.cache.layer import LayerCache, Run
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import RowStore, as_array
@@ -79,8 +81,11 @@ class LshHasher:
 class LshSampler:
     """Hashers of all sampled layers and the −ln u table of one (K, L)."""
 
-    def __init__(self, K: int, L: int, hash_seed: int, threads: int, staging: Staging) -> None:
-        self.K, self.L = K, L
+    name = "lsh"
+
+    def __init__(self, K: int, L: int, hash_seed: int, threads: int, staging: Staging, tail_rate: float = 0.0) -> None:
+        """tail_rate: share of all keys that is drawn uniformly beside the tables."""
+        self.K, self.L, self.tail_rate = K, L, tail_rate
         self._hash_seed, self._threads, self._staging = hash_seed, threads, staging
         self._weights = log_weight_table(K, L)
         self._hashers: dict[int, LshHasher] = {}
@@ -93,19 +98,22 @@ class LshSampler:
         return self._hashers[layer]
 
     def forget(self, layer: int) -> None:
-        """Let go of a layer's projections; they are drawn again, the same, when they are needed."""
         self._hashers.pop(layer, None)
+
+    def learn(self, index: Index, error: np.ndarray) -> None:
+        """K and L stay what they are."""
+
+    def new_index(self, layer: int, cache: LayerCache) -> LshIndex:
+        return LshIndex(self.hasher(layer, cache.spec.head_dim), cache.store, self._threads)
+
+    def restored(self, layer: int, cache: LayerCache, saved: IndexReader) -> LshIndex:
+        tables = SavedTables.read(saved, cache.spec.kv_heads)
+        return LshIndex.restored(tables, self.hasher(layer, cache.spec.head_dim), cache.store, self._threads)
 
     def attend(
         self, layer: int, q: torch.Tensor, caches: list[LayerCache], rule: LogitRule, record: StepRecorder,
         exact: list[list[Run]] | None = None, sampled: SequenceOf[bool] | None = None,
-    ) -> tuple[Partial, list[int]]:  # fmt: skip
-        """Estimate attention over the offloaded keys: q float32 [B, H, D] on the device.
-
-        exact: per sequence, runs of rows in host memory that are attended exactly and merged in; sampled: which
-        sequences have more than these (None = all). Returns the partial on the device and, per sequence, the number
-        of sampled keys summed over query heads.
-        """
+    ) -> Estimate:  # fmt: skip
         with record.stage("hash"):
             codes = self.hasher(layer, q.shape[-1]).query_codes(q)
         flags = sampled or [True] * len(caches)
@@ -113,19 +121,13 @@ class LshSampler:
         queries = as_array(self._staging.to_host(q))
         done = kernels.lsh_attend(
             queries, codes, rows, self._weights, scale=rule.scale, softcap=rule.softcap, threads=self._threads,
-            exact=exact,
+            tail=self.tail_rate, key=(self._hash_seed, layer), exact=exact,
         )  # fmt: skip
-        spent = sum(done.stage_ns.values()) or 1
-        for stage, nanoseconds in done.stage_ns.items():  # of all threads: share out the wall time
-            record.add(stage, done.wall_ns * nanoseconds // spent)
-        partial = Partial(
-            self._staging.to_device(torch.from_numpy(done.out)), self._staging.to_device(torch.from_numpy(done.lse))
-        )
-        return partial, done.sampled.sum(axis=1).tolist()
+        return as_estimate(done, record, self._staging, None)
 
 
 def _sampled_rows(cache: LayerCache) -> kernels.SampledRows:
-    assert cache.index is not None, "sampling needs an index"
+    assert isinstance(cache.index, LshIndex), "sampling needs an index"
     return cache.index.sampled_rows()
 
 

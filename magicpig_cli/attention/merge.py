@@ -14,3 +14,15 @@ def merge(a: Partial, b: Partial) -> Partial:
     base = lse.masked_fill(torch.isneginf(lse), 0.0)
     out = a.out * torch.exp(a.lse - base).unsqueeze(-1) + b.out * torch.exp(b.lse - base).unsqueeze(-1)
     return Partial(out, lse)
+
+
+def share_of(part: Partial, merged: Partial) -> torch.Tensor:
+    """By what a relative error [B, H] of the part is to be multiplied to be one of what it was merged into.
+
+    Its own output moves by so much less, and the other part does not move; the spread of values is taken around the
+    part's output instead of the merged one's.
+    """
+    tiny = torch.finfo(torch.float32).tiny
+    weight = torch.exp(part.lse - merged.lse.clamp_min(torch.finfo(torch.float32).min))
+    share: torch.Tensor = weight * part.out.norm(dim=-1) / merged.out.norm(dim=-1).clamp_min(tiny)
+    return share

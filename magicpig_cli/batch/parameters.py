@@ -19,7 +19,7 @@ from magicpig_cli.planner import Plan
 
 _DECIDE_NOTHING = frozenset({"device", "offline", "trust_remote_code", "threads", "ordered"})
 _OPTION_NAMES = {"mode": "attention", "K": "K", "L": "L"}  # where an option is not called like its field
-_ADOPTED = ("K", "L", "sink", "local", "dense_layers")
+_ADOPTED = ("K", "L", "budget", "tail", "bits", "target_error", "sink", "local", "dense_layers")
 _SHOWN = 40  # characters of a value in a message
 
 
@@ -32,8 +32,10 @@ def typed(settings: Settings, **others: Any) -> dict[str, Any]:
 def chosen(plan: Plan) -> dict[str, Any]:
     """What the planner has filled in, as JSON has it."""
     values: dict[str, Any] = {"weights": plan.weight_type, "kv_dtype": plan.row_dtype, "attention": plan.mode}
-    if plan.mode != "exact":
-        values |= {name: getattr(plan, name) for name in ("K", "L", "sink", "local", "auto_lsh_from")}
+    if plan.sampler is not None:
+        # A tail that lsh does not draw is left out: outputs of versions that had none can still be resumed.
+        values |= {name: value for name, value in plan.sampler_options.items() if value}
+        values |= {name: getattr(plan, name) for name in ("sink", "local", "auto_lsh_from")}
         values["dense_layers"] = list(plan.dense_layers)
     return values
 
@@ -49,13 +51,18 @@ def identity(settings: Settings, choices: Mapping[str, Any], raw: bool) -> str:
 def adopted(settings: Settings, manifest: Mapping[str, Any]) -> Settings:
     """Settings with the tables and layers that the run before has chosen, where nobody has typed others since."""
     before, now = manifest["parameters"], typed(settings)
-    if any(before.get(part) != now[part] for part in ("model", "attention", "profile")):
+    if any(_given(before.get(part)) != _given(now[part]) for part in ("model", "attention", "profile")):
         return settings
     attention = settings.attention
     found = {name: manifest["chosen"].get(name) for name in _ADOPTED if getattr(attention, name) is None}
     if found.get("dense_layers") is not None:
         found["dense_layers"] = tuple(found["dense_layers"])
     return replace(settings, attention=replace(attention, **found))
+
+
+def _given(part: Any) -> Any:
+    """Without what nobody has said: an earlier version may not have known some of it."""
+    return {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else part
 
 
 def refuse_others(manifest: Mapping[str, Any], section: str, now: Mapping[str, Any]) -> None:

@@ -45,6 +45,8 @@ def answer_record(custom_id: str, key: bytes, model: str, finished: Finished) ->
             "ttft_ms": timing.ttft_s * 1000,
             "tpot_ms": sum(timing.tpot_ms) / len(timing.tpot_ms) if timing.tpot_ms else None,
             "sampled_ratio": finished.sampled_ratio,
+            "attn_error_estimate": finished.error_estimate,
+            "budget_used": finished.budget,
             "seed": finished.seed,
         },
     }

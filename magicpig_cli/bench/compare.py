@@ -20,7 +20,8 @@ from magicpig_cli.units import format_tokens
 
 Row = dict[str, Any]
 Key = tuple[Any, ...]
-_KEYS = ("mode", "context", "batch", "fill", "K", "L")  # rows with the same are the same measurement
+# Rows with the same are the same measurement.
+_KEYS = ("mode", "context", "batch", "fill", "K", "L", "budget", "tail", "bits", "target_error")
 _ALSO = ("fill_fresh_positions", "gen_tokens")  # told if they differ
 _NOT_TOLD = ("date", "complete")  # of meta
 _HINT = "magicpig bench --output old.json writes one"
@@ -80,14 +81,31 @@ class Comparison:
 
 
 def key(row: Row) -> Key:
-    return tuple(row.get(name) for name in _KEYS)
+    found = dict.fromkeys(_KEYS) | {name: row[name] for name in _KEYS if name in row}
+    if found["K"] is not None and not found["tail"]:
+        found["tail"] = None  # of lsh; earlier documents do not have it
+    return tuple(found.values())
 
 
 def label(at: Key) -> str:
     """A key for people: `lsh K10 L150 at 32k, batch 4, tiled`."""
-    mode, context, batch, fill, bits, tables = at
-    name = mode if bits is None else f"{mode} K{bits} L{tables}"
-    return f"{name} at {format_tokens(context)}, batch {batch}, {fill}"
+    row = dict(zip(_KEYS, at, strict=True))
+    where = f"{format_tokens(row['context'])}, batch {row['batch']}, {row['fill']}"
+    return f"{mode_words(row)} at {where}"
+
+
+def mode_words(row: Row) -> str:
+    """`exact`, `lsh K=10 L=150`, `rabitq 2%`."""
+    if row.get("K") is not None:
+        return f"{row['mode']} K={row['K']} L={row['L']}"
+    return f"{row['mode']}{budget_words(row)}"
+
+
+def budget_words(row: Row) -> str:
+    """` 2%` or ` error 0.05` of a row whose sampler has a budget, else nothing."""
+    if row.get("target_error") is not None:
+        return f" error {row['target_error']:g}"
+    return "" if row.get("budget") is None else f" {100 * row['budget']:.3g}%"
 
 
 def load(path: Path) -> Earlier:
@@ -215,7 +233,7 @@ def _figure(old: float, new: float, estimate: Estimate | None, inverse: bool = F
 
 def _vs_exact(old_rows: Mapping[Key, Row], new_rows: Mapping[Key, Row], at: Key) -> Row | None:
     """How the speed-up over exact attention changed; it cancels what slowed both modes of a run alike."""
-    control = ("exact", *at[1:4], None, None)
+    control = ("exact", *at[1:4], *[None] * (len(at) - 4))
     if at == control or control not in old_rows or control not in new_rows:
         return None
     pairs = [(rows[at], rows[control]) for rows in (old_rows, new_rows)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -31,18 +31,19 @@ class Fill:
     kind: str  # real | tiled
     prefilled: int  # tokens
     prefill_s: float
-    index_s: float  # building the tables afterwards; 0 where they were built beside the last chunk (on a GPU)
     fresh_positions: bool  # tiled rows were rotated to the positions where they stand
+    # By mode, building its index afterwards; 0 where that went on beside the last chunk (on a GPU).
+    index_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def prefill_tok_s(self) -> float:
         return self.prefilled / self.prefill_s
 
-    def ttft_s(self, sampling: bool) -> float | None:
+    def ttft_s(self, mode: str) -> float | None:
         """Seconds from the prompt of one sequence to its first token; None where not all of it was prefilled."""
         if self.kind != "real":
             return None
-        return self.prefill_s + (self.index_s if sampling else 0.0)
+        return self.prefill_s + self.index_s.get(mode, 0.0)
 
 
 def fill_ids(engine: Engine, length: int) -> list[int]:
@@ -51,7 +52,7 @@ def fill_ids(engine: Engine, length: int) -> list[int]:
 
 
 def fill(engine: Engine, sequence: Sequence, length: int, kind: str) -> Generator[Working, None, Fill]:
-    """Bring an empty sequence to `length` tokens, its tables included, yielding progress.
+    """Bring an empty sequence to `length` tokens, the index of the plan's mode included, yielding progress.
 
     kind: real, tiled or auto.
     """
@@ -64,10 +65,16 @@ def fill(engine: Engine, sequence: Sequence, length: int, kind: str) -> Generato
         shift = RotaryShift(engine.runner.model, engine.runner.key_rotation)
         yield from repeat_rows(sequence, length, shift)
         fresh = shift.possible
+    filled = Fill("real" if prefilled == length else "tiled", prefilled, prefill_s, fresh)
+    build_index(engine, sequence, engine.plan.mode, filled)
+    return filled
+
+
+def build_index(engine: Engine, sequence: Sequence, mode: str, filled: Fill) -> None:
+    """Make the index of a mode; the first time it is noted how long that takes."""
     begin = time.perf_counter()
-    engine.runner.build_index(sequence)
-    index_s = time.perf_counter() - begin
-    return Fill("real" if prefilled == length else "tiled", prefilled, prefill_s, index_s, fresh)
+    engine.runner.build_index(sequence, mode)
+    filled.index_s.setdefault(mode, time.perf_counter() - begin)
 
 
 def _prefill(engine: Engine, sequence: Sequence, ids: list[int], kind: str) -> Iterator[Working]:

@@ -95,8 +95,9 @@ class IndexedLayer:
             group = replace(group, table=table)
         one = slice(step, step + 1)
         return kernels.lsh_attend(
-            self.q[one], self.codes[one], [group], self.weights, scale=self.tensors.scale, threads=threads
-        )
+            self.q[one], self.codes[one], [group], self.weights, scale=self.tensors.scale, threads=threads,
+            with_error=False,
+        )  # fmt: skip
 
     def attend_exactly(self, step: int, threads: int) -> kernels.Attended:
         """The exact result of one step over all rows."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from magicpig_cli.bench.fill import duplicate, fill
+from magicpig_cli.bench.fill import Fill, build_index, duplicate, fill
 from magicpig_cli.bench.rows import Case, Row, rows
 from magicpig_cli.bench.samples import Samples
-from magicpig_cli.cache.sequence import Sequence
+from magicpig_cli.cache.sequence import Sequence, index_bytes
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.engine.runner import Step
 from magicpig_cli.errors import MemoryBudgetError
@@ -55,15 +55,28 @@ def run_bench(engine: Engine, request: BenchRequest) -> Iterator[Working | Bench
         with _memory_told(context, 1):
             first = engine.new_sequence()
             filled = yield from fill(engine, first, context - request.gen_tokens, request.fill)
-        sequences = [first]
+        sequences = {mode: [first] if mode in ("exact", engine.plan.mode) else [] for mode in request.modes}
+        duplicates = [first]
         for batch in sorted(request.batch_sizes):
             with _memory_told(context, batch):
-                while len(sequences) < batch:
-                    sequences.append(duplicate(engine, first))
+                while len(duplicates) < batch:
+                    duplicates.append(duplicate(engine, first))
+                for mode, own in sequences.items():
+                    _provide(engine, mode, own, duplicates, filled)
                 samples = {mode: Samples() for mode in request.modes}
-                yield from _measure(engine, request, context, sequences[:batch], samples)
+                yield from _measure(engine, request, context, sequences, samples)
             yield from rows(engine, Case(context, batch, filled), samples)
-        del first, sequences  # before the next context is filled
+        del first, sequences, duplicates  # before the next context is filled
+
+
+def _provide(engine: Engine, mode: str, own: list[Sequence], duplicates: list[Sequence], filled: Fill) -> None:
+    """As many sequences for a mode as there are: themselves, or forks, as a sequence has one index at a time."""
+    for sequence in duplicates[len(own) :]:
+        if mode in ("exact", engine.plan.mode):
+            own.append(sequence)
+        else:
+            own.append(engine.fork(sequence))
+            build_index(engine, own[-1], mode, filled)
 
 
 @contextmanager
@@ -83,29 +96,38 @@ def _memory_told(context: int, batch: int) -> Iterator[None]:
 
 
 def _measure(
-    engine: Engine, request: BenchRequest, context: int, sequences: list[Sequence], samples: dict[str, Samples]
-) -> Iterator[Working | BenchStep]:
+    engine: Engine, request: BenchRequest, context: int, sequences: dict[str, list[Sequence]],
+    samples: dict[str, Samples],
+) -> Iterator[Working | BenchStep]:  # fmt: skip
     """Warm up, then repetitions with the modes taking turns; every one starts from the same fill."""
-    length = sequences[0].length
+    length, batch = next(iter(sequences.values()))[0].length, len(next(iter(sequences.values())))
     for _ in range(request.warmup):
-        for mode in request.modes:
-            list(_generate(engine, sequences, mode, min(WARMUP_TOKENS, request.gen_tokens)))
-            _rewind(sequences, length)
+        for mode, own in sequences.items():
+            list(_generate(engine, own, mode, min(WARMUP_TOKENS, request.gen_tokens)))
+            _rewind(own, length)
     for rep in range(request.reps):
         for number, (mode, sample) in enumerate(samples.items()):
             yield Working("measuring", rep * len(samples) + number, request.reps * len(samples))
             with sample.repetition() as timed:
-                for step in _generate(engine, sequences, mode, request.gen_tokens):
+                for step in _generate(engine, sequences[mode], mode, request.gen_tokens):
                     timed.append(step.stats)
-                    yield BenchStep(context, len(sequences), mode, rep + 1, request.reps, step.stats)
-            sample.memory = engine.memory()
-            _rewind(sequences, length)
+                    yield BenchStep(context, batch, mode, rep + 1, request.reps, step.stats)
+            sample.memory = _memory(engine, sequences[mode])
+            _rewind(sequences[mode], length)
     for mode, sample in samples.items():
         if mode != "exact":
-            steps = _generate(engine, sequences, mode, min(ERROR_STEPS, request.gen_tokens), measure_error=True)
-            per_layer = len(sequences) * engine.shape.heads
+            steps = _generate(engine, sequences[mode], mode, min(ERROR_STEPS, request.gen_tokens), measure_error=True)
+            per_layer = batch * engine.shape.heads
             sample.errors = [step.errors.view(-1, per_layer).numpy() for step in steps if step.errors is not None]
-            _rewind(sequences, length)
+            _rewind(sequences[mode], length)
+
+
+def _memory(engine: Engine, own: list[Sequence]) -> dict[str, int]:
+    """What a run would hold that has these sequences alone: forks for other modes and their indexes are left out."""
+    everything = engine.memory()
+    mine = {"kv_bytes": sum(sequence.kv_bytes for sequence in own), "index_bytes": index_bytes(own)}
+    others = sum(everything[name] - size for name, size in mine.items())
+    return {**everything, **mine, "rss_bytes": everything["rss_bytes"] - others}
 
 
 def _generate(

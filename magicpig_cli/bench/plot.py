@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from magicpig_cli.bench.compare import mode_words
 from magicpig_cli.errors import UsageError
 from magicpig_cli.units import format_tokens
 
@@ -52,8 +53,7 @@ def curves(rows: list[dict[str, Any]]) -> list[Curve]:
     """Rows of a bench document by mode, tables and batch size, in the order in which these first appear."""
     groups: dict[str, dict[int, dict[str, Any]]] = {}
     for row in rows:
-        tables = "" if row["K"] is None else f" K={row['K']} L={row['L']}"
-        groups.setdefault(f"{row['mode']}{tables}, batch {row['batch']}", {})[row["context"]] = row
+        groups.setdefault(f"{mode_words(row)}, batch {row['batch']}", {})[row["context"]] = row
     return [_curve(label, by_context) for label, by_context in groups.items()]
 
 

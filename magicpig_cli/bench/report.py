@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import magicpig_cli
-from magicpig_cli.bench.compare import Comparison, key, label
+from magicpig_cli.bench.compare import Comparison, budget_words, key, label
 from magicpig_cli.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def cells(meta: dict[str, Any], row: dict[str, Any]) -> list[str]:
     fill = row["fill"] + (f" ({BEYOND})" if row["beyond_model_context"] else "")
     return [
         meta["model"], format_count(meta["params"]), meta["dtype"], meta["device"], meta["isa"], str(meta["threads"]),
-        str(row["context"]), str(row["batch"]), fill, row["mode"],
+        str(row["context"]), str(row["batch"]), fill, row["mode"] + budget_words(row),
         _or_dash(row["K"]), _or_dash(row["L"]),
         "-" if ratio is None or ratio["mean"] is None else f"{ratio['mean']:.1%}",
         f"{row['prefill_tok_s']:.0f}", f"{row['decode_tok_s']:.1f}",
@@ -112,7 +112,8 @@ def compared_cells(comparison: Comparison, row: dict[str, Any]) -> list[str]:
     found = comparison.rows[key(row)]
     tpot, speed = found["tpot_ms"], found["decode_tok_s"]
     return [
-        str(row["context"]), str(row["batch"]), row["fill"], row["mode"], _or_dash(row["K"]), _or_dash(row["L"]),
+        str(row["context"]), str(row["batch"]), row["fill"], row["mode"] + budget_words(row),
+        _or_dash(row["K"]), _or_dash(row["L"]),
         f"{tpot['old']:.1f}", f"{tpot['new']:.1f} ms", _ratio(tpot),
         f"{speed['old']:.1f}", f"{speed['new']:.1f}", _ratio(speed), _ratio(found["vs_exact"]), found["verdict"],
     ]  # fmt: skip

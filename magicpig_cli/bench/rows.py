@@ -11,7 +11,7 @@ import numpy as np
 from magicpig_cli.bench.noise import complaints, variation
 from magicpig_cli.bench.predicted import predicted
 from magicpig_cli.bench.samples import Samples
-from magicpig_cli.events import STAGES, StepStats
+from magicpig_cli.events import STAGES, StepStats, mean_budget, mean_of_roots
 
 if TYPE_CHECKING:
     from magicpig_cli.bench.fill import Fill
@@ -48,8 +48,7 @@ def _row(engine: Engine, case: Case, mode: str, sample: Samples, exact: Samples 
         "fill_fresh_positions": case.filled.fresh_positions,
         "prefilled_tokens": case.filled.prefilled,
         "beyond_model_context": case.context > engine.shape.context,
-        "K": engine.plan.K if sampling else None,
-        "L": engine.plan.L if sampling else None,
+        **engine.plan.options_of(engine.plan.sampler_of(mode)),
         "gen_tokens": len(sample.repetitions[0]),
         "reps": len(sample.repetitions),
         "sampled_ratio": _sampled_ratio(sample.steps, engine.shape.layers) if sampling else None,
@@ -57,11 +56,13 @@ def _row(engine: Engine, case: Case, mode: str, sample: Samples, exact: Samples 
         "cv": variation(means),
         "decode_tok_s": float(case.batch * 1000 / wall_ms.mean()),
         "prefill_tok_s": case.filled.prefill_tok_s,
-        "ttft_s": case.filled.ttft_s(sampling),
-        "index_s": case.filled.index_s if sampling else None,
+        "ttft_s": case.filled.ttft_s(mode),
+        "index_s": case.filled.index_s[mode] if sampling else None,
         "stages_ms": {stage: float(np.mean([step.stages_ms[stage] for step in sample.steps])) for stage in STAGES},
         "memory": sample.memory if sampling else _without_index(sample.memory),
         "attn_error": _errors(sample.errors),
+        "attn_error_estimate": _estimate(sample.steps),
+        "budget_used": mean_budget(step.budget for step in sample.steps),
         "predicted": predicted(engine.plan, mode, case.context, case.batch, len(sample.repetitions[0])),
         "speedup_vs_exact": None if exact is None else float(np.median(exact.wall_ms)) / p50,
         "conditions": sample.conditions().as_json(),
@@ -93,6 +94,15 @@ def _errors(errors: list[np.ndarray]) -> dict[str, float] | None:
     p50, p90 = np.percentile(by_layer, [50, 90])
     rms = np.sqrt(np.square(by_layer).mean(axis=1)).mean()
     return {"p50": float(p50), "p90": float(p90), "rms": float(rms)}
+
+
+def _estimate(steps: list[StepStats]) -> float | None:
+    """The samplers' own estimate of the error: RMS over heads and steps, averaged over sampled layers."""
+    by_layer: dict[int, list[float]] = {}
+    for step in steps:
+        for layer, square in step.squares.items():
+            by_layer.setdefault(layer, []).append(square)
+    return mean_of_roots(float(np.mean(squares)) for squares in by_layer.values())
 
 
 def _sampled_ratio(steps: list[StepStats], layers: int) -> Row:

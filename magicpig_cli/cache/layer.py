@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from magicpig_cli import kernels
+from magicpig_cli.cache.base import Index
 from magicpig_cli.cache.blocks import BlockPool
-from magicpig_cli.cache.index import LshIndex
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import RowStore
 from magicpig_cli.cache.window import Window, WindowShape
@@ -41,7 +41,7 @@ class LayerCache:
         self._staging = staging
         self.window = Window(shape, spec.kv_heads, spec.head_dim, kernels.window_type(pool.dtype), staging.device)
         self.store = RowStore(pool)
-        self.index: LshIndex | None = None
+        self.index: Index | None = None
         self.length = 0
 
     @property

@@ -1,9 +1,9 @@
 """Keys, values and index of a sequence in one safetensors file, to go on another day without reading the text again.
 
-Its tensors, little-endian, nothing between: `checksums` and `ids`; `index.I.mean` of each sampled layer I; per layer
-`rows.I.sink`, `rows.I.stored` (as the store holds them: `kernels.rows`) and `rows.I.recent`; per sampled layer, of each
-segment S, `index.I.S.offsets` and `index.I.S.ids`, then `index.I.tail`. The metadata names what these numbers depend on
-(`identity`) and what the index depends on beside.
+Its tensors, little-endian, nothing between: `checksums` and `ids`; what is 4 bytes wide of the index of each sampled
+layer I; per layer `rows.I.sink`, `rows.I.stored` (as the store holds them: `kernels.rows`) and `rows.I.recent`; the
+rest of the indexes. Which tensors an index has, `index.I.NAME`, its own module says (`cache.index`,
+`cache.signatures`). The metadata names what these numbers depend on (`identity`) and what the index depends on beside.
 
 A file (written by `cache.snapshot`) is read through a mapping and copied into blocks of the store. The mapping could be
 the blocks: on a 2-core virtual machine, with 384 MiB of rows, gathering 2% and 5% of them and adding up all took the
@@ -23,6 +23,7 @@ import mmap
 import sys
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,29 +31,49 @@ import numpy as np
 import torch
 
 from magicpig_cli import kernels
-from magicpig_cli.cache.index import SavedIndex
 from magicpig_cli.cache.layer import LayerCache
 from magicpig_cli.cache.store import as_tensor
 from magicpig_cli.errors import MagicpigError
-from magicpig_cli.kernels import Segment
 
 FORMAT = "magicpig-cache"
-VERSION = 1
+VERSION = 2  # 1: no signatures
 PIECE = 1 << 20  # bytes that one checksum is of
 _LONGEST_HEADER = 100 << 20  # as in safetensors
 _READ_ROWS = 1024
 _TYPES: dict[str, type] = {  # of safetensors; bfloat16 as its bits
-    "F32": np.float32, "BF16": np.uint16, "I8": np.int8, "U16": np.uint16, "U32": np.uint32, "I32": np.int32,
+    "F32": np.float32, "BF16": np.uint16, "I8": np.int8, "U8": np.uint8, "U16": np.uint16, "U32": np.uint32,
+    "I32": np.int32,
 }  # fmt: skip
 ROW_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "I8"}
 
 
+def item_bytes(kind: str) -> int:
+    """Bytes of one element of a safetensors type."""
+    return np.dtype(_TYPES[kind]).itemsize
+
+
 def shape_bytes(kind: str, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor of a safetensors type."""
-    size = np.dtype(_TYPES[kind]).itemsize
+    size = item_bytes(kind)
     for n in shape:
         size *= n
     return size
+
+
+@dataclass(frozen=True)
+class SavedLayerIndex:
+    """The index of one layer in a file (`cache.base.IndexReader`)."""
+
+    file: SavedCache
+    layer: int
+    sampler: dict[str, Any]
+    facts: dict[str, Any]
+
+    def read(self, name: str) -> np.ndarray:
+        return self.file.read(f"index.{self.layer}.{name}")
+
+    def damaged(self, how: str) -> MagicpigError:
+        return self.file.damaged(f"the index of layer {self.layer}: {how}")
 
 
 class SavedCache:
@@ -95,14 +116,14 @@ class SavedCache:
             self._checksums = self._raw("checksums")
             self._verified = bytearray(len(self._checksums) - 1)
             if zlib.crc32(header) != self._checksums[0]:
-                raise self._damaged("its header does not match its checksum")
+                raise self.damaged("its header does not match its checksum")
             self.identity: dict[str, Any] = dict(json.loads(metadata["identity"]))
             self.sink = int(metadata["sink"])
             self._index: dict[str, Any] | None = json.loads(metadata["index"])
-            self.ids: list[int] = self._read("ids").tolist()
+            self.ids: list[int] = self.read("ids").tolist()
             self.layers = sum(name.endswith(".stored") for name in self._tensors)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as problem:
-            raise self._damaged(f"its header makes no sense ({problem})") from problem
+            raise self.damaged(f"its header makes no sense ({problem})") from problem
 
     @property
     def sampler(self) -> dict[str, Any] | None:
@@ -114,7 +135,8 @@ class SavedCache:
             f"{self.path} is not a cache of keys and values that magicpig has made", hint="name another file"
         )
 
-    def _damaged(self, how: str) -> MagicpigError:
+    def damaged(self, how: str) -> MagicpigError:
+        """What to raise where something in it cannot be."""
         return MagicpigError(f"{self.path} is damaged: {how}", hint="delete it; it is made again")
 
     def _check_extents(self) -> None:
@@ -122,21 +144,21 @@ class SavedCache:
         at = 0
         for name, (kind, shape, start, stop) in self._tensors.items():
             if start != at or stop - start != shape_bytes(kind, shape):
-                raise self._damaged(f"{name} is not where it should be")
+                raise self.damaged(f"{name} is not where it should be")
             at = stop
         if self._begin + at != self.nbytes:
-            raise self._damaged(f"it has {self.nbytes:,} bytes, and should have {self._begin + at:,}")
+            raise self.damaged(f"it has {self.nbytes:,} bytes, and should have {self._begin + at:,}")
 
     def _tensor(self, name: str) -> tuple[str, tuple[int, ...], int, int]:
         if name not in self._tensors:
-            raise self._damaged(f"it has no {name}")
+            raise self.damaged(f"it has no {name}")
         return self._tensors[name]
 
     def _raw(self, name: str) -> np.ndarray:
         """A view of a tensor that is not verified."""
         kind, shape, start, stop = self._tensor(name)
         if sys.byteorder != "little":
-            raise self._damaged("its numbers are little-endian, and this machine's are not")
+            raise self.damaged("its numbers are little-endian, and this machine's are not")
         bytes_ = np.frombuffer(self._map, dtype=np.uint8, count=stop - start, offset=self._begin + start)
         array: np.ndarray = bytes_.view(_TYPES[kind])
         return array.reshape(shape)
@@ -148,11 +170,11 @@ class SavedCache:
             if not self._verified[piece]:
                 at = self._begin + first + piece * PIECE
                 if zlib.crc32(memoryview(self._map)[at : at + PIECE]) != self._checksums[1 + piece]:
-                    raise self._damaged(f"bytes {at:,} to {min(at + PIECE, self.nbytes):,} do not match their checksum")
+                    raise self.damaged(f"bytes {at:,} to {min(at + PIECE, self.nbytes):,} do not match their checksum")
                 self._verified[piece] = 1
 
-    def _read(self, name: str) -> np.ndarray:
-        """A verified copy of a tensor."""
+    def read(self, name: str) -> np.ndarray:
+        """A verified copy of a tensor. Raises MagicpigError."""
         _, _, start, stop = self._tensor(name)
         self._verify(start, stop)
         copy: np.ndarray = self._raw(name).copy()
@@ -171,7 +193,7 @@ class SavedCache:
 
     def _rows(self, layer: int, start: int, stop: int) -> torch.Tensor:
         """Rows of positions [start, stop), [Hkv, n, 2, D] of the window's type."""
-        sink, recent = self._read(f"rows.{layer}.sink"), self._read(f"rows.{layer}.recent")
+        sink, recent = self.read(f"rows.{layer}.sink"), self.read(f"rows.{layer}.recent")
         stored = len(self.ids) - sink.shape[1] - recent.shape[1]
         near = as_tensor(sink[:, start:stop])
         parts = [near]
@@ -204,29 +226,16 @@ class SavedCache:
         for part, (kind, last) in wanted.items():
             found, shape, _, _ = self._tensor(f"rows.{layer}.{part}")
             if (found, len(shape), shape[:1], shape[2:]) != (kind, 4, (table.kv_heads,), (2, last)):
-                raise self._damaged(f"layer {layer} has {part} rows {found} {list(shape)}")
+                raise self.damaged(f"layer {layer} has {part} rows {found} {list(shape)}")
             total += shape[1]
         if total != len(self.ids):
-            raise self._damaged(f"layer {layer} has {total:,} rows for {len(self.ids):,} tokens")
+            raise self.damaged(f"layer {layer} has {total:,} rows for {len(self.ids):,} tokens")
 
-    def read_index(self, layer: int, kv_heads: int) -> tuple[SavedIndex, bool] | None:
-        """The index of a layer, and whether its last segment has been cut since it was made; None = has none."""
+    def index(self, layer: int) -> SavedLayerIndex | None:
+        """What there is of the index of a layer; None = it has none."""
         if self._index is None or str(layer) not in self._index["layers"]:
             return None
-        facts = self._index["layers"][str(layer)]
-        K, L = self._index["sampler"]["K"], self._index["sampler"]["L"]
-        segments: list[Segment] = []
-        for s, (start, n) in enumerate(facts["segments"]):
-            offsets, ids = self._read(f"index.{layer}.{s}.offsets"), self._read(f"index.{layer}.{s}.ids")
-            shapes_fit = offsets.shape == (kv_heads, L, (1 << K) + 1) and ids.shape == (kv_heads, L, n)
-            if not shapes_fit or start != (segments[-1].start + segments[-1].n if segments else 0):
-                raise self._damaged(f"segment {s} of layer {layer} does not fit")
-            segments.append(Segment(start, n, K, L, offsets, ids))
-        mean, tail = self._read(f"index.{layer}.mean"), self._read(f"index.{layer}.tail")
-        if tail.shape[:2] != (kv_heads, L) or mean.shape[0] != kv_heads:
-            raise self._damaged(f"the index of layer {layer} does not fit")
-        last = segments[-1].n if segments else 0
-        return SavedIndex(mean, int(facts["built"]), tuple(segments), last, tail), bool(facts["cut"])
+        return SavedLayerIndex(self, layer, self._index["sampler"], self._index["layers"][str(layer)])
 
 
 def _entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:

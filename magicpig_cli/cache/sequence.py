@@ -31,8 +31,8 @@ class Sequence:
 
     @property
     def segments(self) -> int:
-        """Segments of the layer that has most; 0 where nothing is indexed."""
-        return max((len(layer.index.segments) for layer in self.layers if layer.index is not None), default=0)
+        """Pieces of the index in the layer that has most; 0 where nothing is indexed."""
+        return max((len(layer.index.parts) for layer in self.layers if layer.index is not None), default=0)
 
     def commit(self, ids: list[int]) -> None:
         """A forward over `ids` went through every layer."""
@@ -69,5 +69,5 @@ class Sequence:
 def index_bytes(sequences: Iterable[Sequence]) -> int:
     """Bytes of the indexes of these sequences together: what several share counts once."""
     indexes = [layer.index for sequence in sequences for layer in sequence.layers if layer.index is not None]
-    segments = {id(segment): segment for index in indexes for segment in index.segments}
-    return sum(index.tail_bytes for index in indexes) + sum(segment.nbytes for segment in segments.values())
+    parts = {id(part): part for index in indexes for part in index.parts}
+    return sum(index.own_bytes for index in indexes) + sum(part.nbytes for part in parts.values())

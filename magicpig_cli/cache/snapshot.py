@@ -17,13 +17,12 @@ import numpy as np
 import torch
 
 from magicpig_cli import kernels
-from magicpig_cli.cache.index import SavedIndex
-from magicpig_cli.cache.saved import FORMAT, PIECE, ROW_TYPES, VERSION, shape_bytes
+from magicpig_cli.cache.base import SavedIndex, SavedTensor
+from magicpig_cli.cache.saved import FORMAT, PIECE, ROW_TYPES, VERSION, item_bytes, shape_bytes
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.cache.store import RowStore, as_array
 from magicpig_cli.errors import MagicpigError
 from magicpig_cli.files import replacement
-from magicpig_cli.kernels import Segment
 from magicpig_cli.units import format_bytes
 
 
@@ -50,9 +49,8 @@ class Snapshot:
     def tensors(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         """(name, type, shape) of all tensors but the checksums, in the order of the file."""
         yield "ids", "I32", (len(self.ids),)
-        for i, layer in enumerate(self.layers):
-            if layer.index is not None:
-                yield f"index.{i}.mean", "F32", layer.index.mean.shape
+        for i, tensor in self._index_tensors(wide=True):
+            yield f"index.{i}.{tensor.name}", tensor.kind, tensor.shape
         rows, near = ROW_TYPES[self.row_type], ROW_TYPES[kernels.window_type(self.row_type)]
         for i, layer in enumerate(self.layers):
             table = layer.store.table
@@ -60,50 +58,33 @@ class Snapshot:
             yield f"rows.{i}.sink", near, layer.sink.shape
             yield f"rows.{i}.stored", rows, (table.kv_heads, layer.stored, 2, width)
             yield f"rows.{i}.recent", near, layer.recent.shape
+        for i, tensor in self._index_tensors(wide=False):
+            yield f"index.{i}.{tensor.name}", tensor.kind, tensor.shape
+
+    def _index_tensors(self, *, wide: bool) -> Iterator[tuple[int, SavedTensor]]:
+        """(layer, tensor) of all indexes: those of 4 bytes stand before the rows, so that each begins where it may."""
         for i, layer in enumerate(self.layers):
-            for s, (segment, n) in enumerate(_segments(layer.index)):
-                yield f"index.{i}.{s}.offsets", "U16", segment.offsets.shape
-                yield f"index.{i}.{s}.ids", "U16", (*segment.ids.shape[:2], n)
-            if layer.index is not None:
-                yield f"index.{i}.tail", "U16", layer.index.tail.shape
+            for tensor in layer.index.tensors() if layer.index is not None else ():
+                if (item_bytes(tensor.kind) == 4) == wide:
+                    yield i, tensor
 
     def contents(self) -> Iterator[np.ndarray]:
-        """The same tensors, in contiguous parts; a segment that is cut is made when it is its turn."""
+        """The same tensors, in contiguous parts."""
         yield np.array(self.ids, dtype=np.int32)
-        for layer in self.layers:
-            if layer.index is not None:
-                yield layer.index.mean
+        for _, tensor in self._index_tensors(wide=True):
+            yield from tensor.pieces()
         for layer in self.layers:
             yield layer.sink
             for head in range(layer.store.table.kv_heads):
                 for rows in layer.store.stored(0, layer.stored):
                     yield rows[head]
             yield layer.recent
-        for layer in self.layers:
-            for segment, n in _segments(layer.index):
-                made = kernels.truncate_segment(segment, n, threads=1)
-                yield made.offsets
-                yield made.ids
-            if layer.index is not None:
-                yield layer.index.tail
+        for _, tensor in self._index_tensors(wide=False):
+            yield from tensor.pieces()
 
     def index_facts(self) -> dict[str, Any]:
         """By layer, what the tensors do not tell."""
-        return {
-            str(i): {
-                "built": layer.index.built, "cut": layer.index.cut,
-                "segments": [[segment.start, n] for segment, n in _segments(layer.index)],
-            }
-            for i, layer in enumerate(self.layers)
-            if layer.index is not None
-        }  # fmt: skip
-
-
-def _segments(index: SavedIndex | None) -> list[tuple[Segment, int]]:
-    """Segments, each with the number of its rows that count."""
-    if index is None or not index.segments:
-        return []
-    return [*((segment, segment.n) for segment in index.segments[:-1]), (index.segments[-1], index.last_rows)]
+        return {str(i): layer.index.facts() for i, layer in enumerate(self.layers) if layer.index is not None}
 
 
 def snapshot(sequence: Sequence, length: int, *, index: bool = True) -> Snapshot:

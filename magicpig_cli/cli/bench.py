@@ -13,7 +13,7 @@ import typer
 
 from magicpig_cli.cli.options import NoLive, Quiet, command_options
 from magicpig_cli.cli.outputs import want_writable, write
-from magicpig_cli.config import Settings
+from magicpig_cli.config import SAMPLERS, Settings
 from magicpig_cli.errors import ContextError, MagicpigError, MemoryBudgetError, UsageError
 from magicpig_cli.files import is_stream
 from magicpig_cli.units import format_bytes, parse_token_list
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _FORMATS = ("table", "md", "csv", "json", "jsonl")
 _FORMAT_OF = {".md": "md", ".csv": "csv", ".json": "json", ".jsonl": "jsonl"}  # by the end of --output
 _FILLS = ("auto", "real", "tiled")
-_MODES = ("exact", "lsh")
+_MODES = ("exact", *SAMPLERS)
 _DEFAULT_CONTEXT = 8192
 
 
@@ -37,7 +37,9 @@ def bench(
     settings: Settings,
     contexts: Annotated[str | None, typer.Option(metavar="N,N…", help="Several contexts, like 8k,32k,96k.")] = None,
     batch_size: Annotated[str, typer.Option(metavar="N,N…", help="Sequences decoded together.")] = "1",
-    attention: Annotated[str, typer.Option(metavar="MODE,MODE…", help="What to measure: lsh, exact.")] = "lsh,exact",
+    attention: Annotated[
+        str, typer.Option(metavar="MODE,MODE…", help="What to measure: lsh, rabitq, exact.")
+    ] = "lsh,exact",
     no_baseline: Annotated[bool, typer.Option("--no-baseline", help="Do not add exact attention.")] = False,
     gen_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens per repetition; in the context.")] = 128,
     reps: Annotated[int, typer.Option(min=1, metavar="N", help="Repetitions; the modes take turns.")] = 5,
@@ -73,7 +75,7 @@ def bench(
 
     # Rows beyond the model's context say so; only a real fill could be mistaken for something the model can do.
     request = BenchRequest(lengths, batches, modes, gen_tokens, reps, warmup, fill)
-    mode = "lsh" if "lsh" in modes else "exact"
+    mode = next((mode for mode in modes if mode in SAMPLERS), "exact")
     settings = replace(
         settings,
         attention=replace(settings.attention, mode=mode),
@@ -268,6 +270,10 @@ def _check_room(plan: Plan, request: BenchRequest) -> None:
             hint="--fill tiled measures speed beyond it",
         )
     one = plan.sequence_bytes(longest)
+    for mode in request.modes:
+        if mode not in ("exact", plan.mode):  # a fork with an index of its own
+            other = replace(plan, mode=mode)  # type: ignore[arg-type]
+            one += other.index_bytes(longest) + other.growth_bytes(longest) + other.window_bytes()
     if one * most > plan.budget_bytes:
         fitting = plan.budget_bytes // one
         raise MemoryBudgetError(

@@ -226,6 +226,8 @@ def answer_json(engine: Engine, sequence: Sequence, finished: Finished) -> dict[
         "attention": {
             **engine.attention_summary(),
             "sampled_ratio": finished.sampled_ratio,
+            "budget_used": finished.budget,
+            "attn_error_estimate": finished.error_estimate,
             "segments": sequence.segments,
         },
         "memory": engine.memory(),

@@ -149,7 +149,8 @@ def _speeds(speeds: Speeds) -> Iterator[tuple[str, str]]:
     yield "prompts", f"{speeds.prompt_multiply_adds_s / 1e9:.0f}e9 multiply-adds per second in float32 ({many})"
     yield (
         "look-ups",
-        f"{speeds.visit_ns:.1f} ns per table and {speeds.count_ns:.2f} ns per id (1 thread); "
+        f"{speeds.visit_ns:.1f} ns per table and {speeds.count_ns:.2f} ns per id, {speeds.scan_ns:.2f} ns per "
+        f"signature and query head (1 thread); "
         f"{speeds.operator_us:.1f} µs per small torch operator",
     )
     if speeds.cpu_share < UNDISTURBED:

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
-from magicpig_cli.config import MAX_K, MAX_L, MAX_SEED, REPETITION_PENALTY_RANGE, Settings
+from magicpig_cli.config import MAX_BITS, MAX_K, MAX_L, MAX_SEED, REPETITION_PENALTY_RANGE, SAMPLERS, Settings
 from magicpig_cli.errors import UsageError
 from magicpig_cli.ui import console
 from magicpig_cli.units import parse_context
@@ -56,6 +56,19 @@ def _layers(text: str) -> tuple[int, ...] | None:
     if not all(part.isdecimal() for part in parts):
         raise UsageError(f"{text!r} is not a list of layer numbers", hint="write it like 0,16, auto or none")
     return tuple(sorted({int(part) for part in parts}))
+
+
+def _share(value: float) -> float:
+    """0 is what nobody can mean, and the limits of a parser include it."""
+    if value <= 0:
+        raise UsageError(f"{value:g} is not above 0", hint="write a share of the keys like 0.02")
+    return value
+
+
+def _bits(value: int) -> int:
+    if value % 32:
+        raise UsageError(f"{value} is not a multiple of 32", hint="use 64, 128 or 256")
+    return value
 
 
 def _profile(text: str) -> str:
@@ -162,13 +175,22 @@ SHARED_OPTIONS = (
     SharedOption("model", "model.offline", bool, ("--offline",), help="Use only what is on this machine."),
     SharedOption("model", "model.trust_remote_code", bool, ("--trust-remote-code",),
         help="Run Python code that comes with a Hub model."),
-    SharedOption("attention", "attention.mode", str, ("--attention",), metavar="auto|lsh|exact",
-        parse=_choice("auto", "lsh", "exact"),
-        help="Decode attention: sampled (lsh), exact, or auto: sampled for long sequences only."),
+    SharedOption("attention", "attention.mode", str, ("--attention",), metavar="auto|lsh|rabitq|exact",
+        parse=_choice("auto", *SAMPLERS, "exact"),
+        help="Decode attention: sampled by hash tables (lsh) or by signatures (rabitq), exact, or auto: sampled for "
+        "long sequences only."),
     SharedOption("attention", "attention.K", int, ("-K",), min=1, max=MAX_K, metavar="BITS",
-        help="Bits per hash table: more sample fewer keys (default 10)."),
+        help="lsh: bits per hash table: more sample fewer keys (default 10)."),
     SharedOption("attention", "attention.L", int, ("-L",), min=2, max=MAX_L, metavar="TABLES",
-        help="Hash tables: more sample more keys and cost memory (default 150)."),
+        help="lsh: hash tables: more sample more keys and cost memory (default 150)."),
+    SharedOption("attention", "attention.budget", float, ("--budget",), min=0, max=1, parse=_share, metavar="SHARE",
+        help="rabitq: share of the keys that is sampled (default 0.02)."),
+    SharedOption("attention", "attention.tail", float, ("--tail",), min=0, max=1, metavar="SHARE",
+        help="Share of the sampled keys that is drawn uniformly (default 0.25 with rabitq, 0 with lsh)."),
+    SharedOption("attention", "attention.bits", int, ("--bits",), min=32, max=MAX_BITS, parse=_bits, metavar="BITS",
+        help="rabitq: bits per key in the index, a multiple of 32 (default 128)."),
+    SharedOption("attention", "attention.target_error", float, ("--target-error",), min=0, parse=_share, metavar="E",
+        help="rabitq: move each head's budget until its estimated error is below, like 0.05."),
     SharedOption("attention", "attention.sink", int, ("--sink",), min=0, metavar="N",
         help="First tokens that are always attended exactly (default 4)."),
     SharedOption("attention", "attention.local", int, ("--local",), min=1, metavar="N",
@@ -179,7 +201,7 @@ SHARED_OPTIONS = (
         parse=_choice("auto", "float32", "bfloat16", "int8"),
         help="Number type of keys and values in host memory; auto is bfloat16, int8 takes half of that."),
     SharedOption("attention", "attention.hash_seed", int, ("--hash-seed",), min=0, max=MAX_SEED, metavar="N",
-        help="Seed of the hash tables (default 0)."),
+        help="Seed of hash tables and rotations (default 0)."),
     SharedOption("generation", "generation.max_tokens", int, ("-n", "--max-tokens", "--max-new-tokens"), min=1,
         metavar="N", help="Longest answer (default: the model's own, else 512)."),
     SharedOption("generation", "generation.temperature", float, ("--temperature", "--temp"), min=0, metavar="X",

@@ -32,7 +32,7 @@ _DEFAULT_CONTEXT = "32k"  # or the model's own, where that is shorter
 _DEFAULT_TEXT = "pydoc_data.topics"
 
 
-@command_options("model", "attention", without=("attention", "K", "L"))
+@command_options("model", "attention", without=("attention", "K", "L", "budget", "target_error"))
 def tune_kl(
     settings: Settings,
     text: Annotated[

@@ -182,13 +182,13 @@ class Engine:
         }
 
     def attention_summary(self) -> dict[str, object]:
-        """The keys of `attention` in the JSON documents, sampled ratio aside."""
-        sampling = self.plan.mode != "exact"
+        """The keys of `attention` in the JSON documents, apart from what an answer has sampled."""
+        plan = self.plan
         return {
-            "mode": self.plan.mode,
-            "K": self.plan.K if sampling else None,
-            "L": self.plan.L if sampling else None,
-            "sink": self.plan.sink,
-            "local": self.plan.local,
-            "dense_layers": list(self.plan.dense_layers) if sampling else [],
+            "mode": plan.mode,
+            "sampler": plan.sampler,
+            **plan.sampler_options,
+            "sink": plan.sink,
+            "local": plan.local,
+            "dense_layers": list(plan.dense_layers) if plan.sampler is not None else [],
         }

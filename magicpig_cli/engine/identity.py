@@ -9,7 +9,9 @@ from magicpig_cli.model.loader import Loaded
 from magicpig_cli.planner import Plan
 
 _NAMED = 3  # keys of a config that are named at most
-_SAMPLER_NAMES = {"sampler": "sampler", "K": "K", "L": "L", "hash_seed": "hash seed", "sink": "sink"}
+_SAMPLER_NAMES = {
+    "sampler": "sampler", "K": "K", "L": "L", "bits": "bits", "hash_seed": "hash seed", "sink": "sink",
+}  # fmt: skip
 
 
 def identity_of(loaded: Loaded, plan: Plan) -> dict[str, Any]:
@@ -28,9 +30,10 @@ def identity_of(loaded: Loaded, plan: Plan) -> dict[str, Any]:
 
 def sampler_of(plan: Plan, hash_seed: int) -> dict[str, Any] | None:
     """What an index depends on beside keys and values; None where nothing is sampled."""
-    if plan.mode == "exact":
+    if plan.sampler is None:
         return None
-    return {"sampler": "lsh", "K": plan.K, "L": plan.L, "hash_seed": hash_seed, "sink": plan.sink}
+    own = {"lsh": {"K": plan.K, "L": plan.L}, "rabitq": {"bits": plan.bits}}[plan.sampler]
+    return {"sampler": plan.sampler, **own, "hash_seed": hash_seed, "sink": plan.sink}
 
 
 def model_differences(here: dict[str, Any], there: dict[str, Any]) -> list[str]:
@@ -56,8 +59,12 @@ def sampler_differences(here: dict[str, Any], there: dict[str, Any] | None) -> l
     """Why an index made there cannot be used here, each with both values; there None: it has none."""
     if there is None:
         return ["the file has no index"]
+    if here["sampler"] != there.get("sampler"):  # the others' numbers are not each other's
+        return [_both("sampler", here["sampler"], there.get("sampler"))]
     return [
-        _both(name, here[key], there.get(key)) for key, name in _SAMPLER_NAMES.items() if here[key] != there.get(key)
+        _both(name, here[key], there.get(key))
+        for key, name in _SAMPLER_NAMES.items()
+        if key in here and here[key] != there.get(key)
     ]
 
 

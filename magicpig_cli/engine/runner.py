@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
 from magicpig_cli.attention.attention import Attention
-from magicpig_cli.attention.lsh import LshSampler
 from magicpig_cli.attention.rotation import rotation
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.layer import LayerCache, LayerSpec
@@ -22,8 +22,9 @@ from magicpig_cli.cache.store import TORCH_DTYPE
 from magicpig_cli.cache.window import WindowShape
 from magicpig_cli.config import INDEX_FROM
 from magicpig_cli.engine.builder import IndexBuilder
+from magicpig_cli.engine.samplers import make_sampler
 from magicpig_cli.errors import MagicpigError
-from magicpig_cli.events import STAGES, StepStats
+from magicpig_cli.events import STAGES, StepStats, mean_budget
 from magicpig_cli.kernels import window_type
 from magicpig_cli.kernels.memory import give_back_freed
 from magicpig_cli.model import hook
@@ -39,6 +40,8 @@ class Step:
     stats: StepStats
     sampled: list[int]
     offloaded: list[int]
+    squares: list[dict[int, float]]  # per sequence, of each sampled layer: mean square of the estimated relative error
+    budgets: list[float | None]  # per sequence, mean over sampled layers and heads, of a sampler that has one
     errors: torch.Tensor | None  # relative attention errors [sampled layers · B · H], if they were asked for
 
 
@@ -46,10 +49,8 @@ class ModelRunner:
     """Runs forwards of a model over sequences it has made, as the plan says."""
 
     def __init__(
-        self, model: PreTrainedModel, shape: ModelShape, plan: Plan, device: torch.device, hash_seed: int,
-        attention: Callable[..., Attention] = Attention,
-    ) -> None:  # fmt: skip
-        """attention: makes what attends, called as `Attention` is."""
+        self, model: PreTrainedModel, shape: ModelShape, plan: Plan, device: torch.device, hash_seed: int
+    ) -> None:
         self.model = model
         self.plan = plan
         self._device = device
@@ -57,17 +58,29 @@ class ModelRunner:
         self._specs = [LayerSpec(shape.kv_heads, shape.head_dim, window) for window in shape.layer_windows]
         self._pool = BlockPool(shape.kv_heads, shape.head_dim, plan.row_dtype, plan.block_rows)
         self._staging = Staging(device)
-        sampler = None
-        if plan.mode != "exact":
-            sampler = LshSampler(plan.K, plan.L, hash_seed, plan.threads, self._staging)
         # On a CPU the forward keeps all cores busy, and a worker beside it gains nothing (docs/decisions/004).
         self.builds_beside_forward = device.type != "cpu"
         self.key_rotation: torch.Tensor | None = None  # [D, D]; rows hold keys multiplied by it
         if plan.row_dtype == "int8":
             self.key_rotation = self._staging.to_device(torch.from_numpy(rotation(shape.head_dim)))
-        row_dtype = TORCH_DTYPE[window_type(plan.row_dtype)]
-        self._attention = attention(sampler, row_dtype, plan.threads, self._staging, self.key_rotation)
+        self._hash_seed = hash_seed
+        self._attentions: dict[str | None, Attention] = {}  # by sampler, those that were asked for
         self._sequences: weakref.WeakSet[Sequence] = weakref.WeakSet()
+
+    def _attention(self, mode: str | None = None) -> Attention:
+        """That of a mode, in which its sampler is told what it samples."""
+        sampler = self._sampler(mode)
+        if sampler not in self._attentions:
+            made = None if sampler is None else make_sampler(sampler, self.plan, self._hash_seed, self._staging)
+            row_dtype = TORCH_DTYPE[window_type(self.plan.row_dtype)]
+            self._attentions[sampler] = Attention(
+                made, row_dtype, self.plan.threads, self._staging, self.key_rotation
+            )  # fmt: skip
+        return self._attentions[sampler]
+
+    def _sampler(self, mode: str | None) -> str | None:
+        """Name of the sampler of a mode; None = the plan's mode, or, as a result, exact attention."""
+        return self.plan.sampler_of(mode or self.plan.mode)
 
     def new_sequence(self) -> Sequence:
         """An empty sequence of this model."""
@@ -86,9 +99,9 @@ class ModelRunner:
         sequence = self.new_sequence()
         for layer, cache in enumerate(sequence.layers):
             saved.read_layer(layer, cache, length)
-            found = saved.read_index(layer, cache.spec.kv_heads) if index and self._indexed(layer) else None
+            found = saved.index(layer) if index and self._indexed(layer) else None
             if found is not None:
-                self._attention.adopt_index(layer, cache, found[0], cut=found[1])
+                self._attention().adopt_index(layer, cache, found)
         sequence.commit(saved.ids[:length])
         return sequence
 
@@ -110,11 +123,11 @@ class ModelRunner:
 
     def samples(self, sequence: Sequence, mode: str | None = None) -> bool:
         """Whether the next decode step of this sequence samples. `mode` overrules the plan's (bench, eval)."""
-        return self._samples_at(sequence.length, mode or self.plan.mode)
+        return self._samples_at(sequence.length, mode)
 
-    def _samples_at(self, length: int, mode: str) -> bool:
-        long_enough = self._window.offloaded(length + 1) >= INDEX_FROM
-        return long_enough and mode != "exact" and (mode != "auto" or length >= self.plan.auto_lsh_from)
+    def _samples_at(self, length: int, mode: str | None) -> bool:
+        asked = (mode or self.plan.mode) != "auto" or length >= self.plan.auto_lsh_from
+        return asked and self._sampler(mode) is not None and self._window.offloaded(length + 1) >= INDEX_FROM
 
     def _indexed(self, layer: int) -> bool:
         return layer not in self.plan.dense_layers and self._specs[layer].window is None
@@ -134,12 +147,8 @@ class ModelRunner:
             while done < len(ids):
                 chunk = ids[done : done + self.plan.chunk]
                 last = done + len(chunk) == len(ids)
-                if (
-                    last
-                    and self.builds_beside_forward
-                    and self._samples_at(sequence.length + len(chunk), mode or self.plan.mode)
-                ):
-                    with IndexBuilder(self._build_layer) as builder:
+                if last and self.builds_beside_forward and self._samples_at(sequence.length + len(chunk), mode):
+                    with IndexBuilder(partial(self._build_layer, mode)) as builder:
                         logits = self._chunk(sequence, chunk, builder.add)
                 else:
                     logits = self._chunk(sequence, chunk)
@@ -161,17 +170,20 @@ class ModelRunner:
         tokens = torch.tensor([chunk], device=self._device)
         positions = torch.arange(start, start + len(chunk), device=self._device).unsqueeze(0)
         with torch.inference_mode():
-            return hook.run(self.model, tokens, positions, hook.Forward(self._attention, [sequence], taken=taken))
+            return hook.run(self.model, tokens, positions, hook.Forward(self._attention(), [sequence], taken=taken))
 
-    def _build_layer(self, layer: int, cache: LayerCache) -> None:
+    def _build_layer(self, mode: str | None, layer: int, cache: LayerCache) -> None:
         if self._indexed(layer):
-            self._attention.build_index(layer, cache)
+            self._attention(mode).build_index(layer, cache)
 
     def build_index(self, sequence: Sequence, mode: str | None = None) -> None:
-        """Tables for the layers that the next step will sample; nothing where it will not."""
+        """An index for the layers that the next step will sample; nothing where it will not.
+
+        One of another mode's sampler is replaced: a sequence has one at a time.
+        """
         if self.samples(sequence, mode):
             for layer, cache in enumerate(sequence.layers):
-                self._build_layer(layer, cache)
+                self._build_layer(mode, layer, cache)
 
     def decode(
         self, sequences: list[Sequence], tokens: list[int], mode: str | None = None, measure_error: bool = False
@@ -184,7 +196,7 @@ class ModelRunner:
         sampled = [self.samples(sequence, mode) for sequence in sequences]
         never = [False] * len(sequences)
         per_layer = [sampled if self._indexed(layer) else never for layer in range(len(self._specs))]
-        forward = hook.Forward(self._attention, sequences, per_layer)
+        forward = hook.Forward(self._attention(mode), sequences, per_layer)
         forward.record.errors = [] if measure_error else None
         ids = torch.tensor([[token] for token in tokens], device=self._device)
         positions = torch.tensor([[sequence.length] for sequence in sequences], device=self._device)
@@ -203,16 +215,33 @@ class ModelRunner:
         record, count = forward.record, len(forward.sequences)
         stages = {stage: record.ns.get(stage, 0) / 1e6 for stage in STAGES}
         stages["other"] = max(0.0, wall_ns / 1e6 - sum(stages.values()))
+        squares = [_of_sequence(record.squares, b) for b in range(count)]
+        budgets = [mean_budget(_of_sequence(record.budgets, b).values()) for b in range(count)]
         stats = StepStats(
             batch=count,
             wall_ms=wall_ns / 1e6,
             stages_ms=stages,
             sampled={layer: sum(counts) for layer, counts in record.sampled.items()},
             offloaded={layer: sum(counts) for layer, counts in record.offloaded.items()},
+            squares={
+                layer: mean for layer, of_layer in record.squares.items() if (mean := _mean(of_layer)) is not None
+            },
+            budget=mean_budget(budgets),
         )
         per_sequence = [
             [sum(counts[b] for counts in table.values()) for b in range(count)]
             for table in (record.sampled, record.offloaded)
         ]
         errors = torch.cat([e.flatten() for e in record.errors]).cpu() if record.errors else None
-        return Step(logits, stats, per_sequence[0], per_sequence[1], errors)
+        return Step(logits, stats, per_sequence[0], per_sequence[1], squares, budgets, errors)
+
+
+def _of_sequence(by_layer: dict[int, list[float | None]], b: int) -> dict[int, float]:
+    """What was noted of a sequence, by sampled layer."""
+    found = {layer: values[b] for layer, values in by_layer.items()}
+    return {layer: value for layer, value in found.items() if value is not None}
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

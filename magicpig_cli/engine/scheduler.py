@@ -33,12 +33,15 @@ from magicpig_cli.events import (
     Timing,
     TokenEvent,
     WaitingForMemory,
+    mean_budget,
+    mean_of_roots,
 )
 from magicpig_cli.kernels.memory import give_back_freed
 from magicpig_cli.planner.memory import sequence_parts, too_large, written_out
 
 if TYPE_CHECKING:
     from magicpig_cli.engine.engine import Engine
+    from magicpig_cli.engine.runner import Step
 
 MEMORY_WAIT_S = 60.0  # for which a request waits for memory that other programs have taken
 _WAIT_STEP_S = 0.5
@@ -77,6 +80,9 @@ class _Answer:
     tpot_ms: list[float] = field(default_factory=list)
     sampled: int = 0
     offloaded: int = 0
+    squares: dict[int, float] = field(default_factory=dict)  # layer → Σ over sampled steps of the mean square error
+    budgets: list[float | None] = field(default_factory=list)  # of each step
+    sampled_steps: int = 0
     finish: FinishReason | None = None
 
     @property
@@ -125,7 +131,19 @@ class _Answer:
             sampled=self.sampled,
             offloaded=self.offloaded,
             seed=self.sampler.seed,
+            error_estimate=mean_of_roots(total / self.sampled_steps for total in self.squares.values()),
+            budget=mean_budget(self.budgets),
         )
+
+    def note(self, step: Step, row: int) -> None:
+        """What a decode step took, and what it sampled for this answer, which is in this row of it."""
+        self.tpot_ms.append(step.stats.wall_ms)
+        self.sampled += step.sampled[row]
+        self.offloaded += step.offloaded[row]
+        self.sampled_steps += bool(step.squares[row])
+        for layer, square in step.squares[row].items():
+            self.squares[layer] = self.squares.get(layer, 0.0) + square
+        self.budgets.append(step.budgets[row])
 
 
 def _failed(request: Request, error: MagicpigError) -> Failed:
@@ -344,9 +362,7 @@ class Scheduler:
             return
         yield step.stats
         for row, answer in enumerate(answers):
-            answer.tpot_ms.append(step.stats.wall_ms)
-            answer.sampled += step.sampled[row]
-            answer.offloaded += step.offloaded[row]
+            answer.note(step, row)
             yield from self._try_take(answer, step.logits[row])
             if answer.finish is None and self._engine.take_cancelled(answer.key):
                 answer.finish = "interrupted"

@@ -2,8 +2,9 @@
 
 Letters: B sequences, H query heads, Hkv kv heads, G = H / Hkv, N rows, D head dim, K bits per table, L tables.
 Rows lie in a `RowTable`; `Projection` turns keys and queries into codes; `build_segment` turns codes into tables;
-`lsh_attend` samples through them, `exact_attend` reads everything; `multiply` is the linear layers of a step. Which
-instruction set does it: `isa`.
+`lsh_attend` samples through them. `sign_rows` turns keys into signatures on a `SignatureBasis`; `rabitq_attend` samples
+by them. `exact_attend` reads everything; `multiply` is the linear layers of a step. Which instruction set does it:
+`isa`.
 Errors of use are TypeError or ValueError and name the argument, what was wanted and what came.
 """
 
@@ -14,6 +15,7 @@ from magicpig_cli.kernels.attend import Attended, Run, Sampled, SampledRows, exa
 from magicpig_cli.kernels.hashing import Projection, hash_queries, hash_rows
 from magicpig_cli.kernels.probe import read_rows, read_sequential
 from magicpig_cli.kernels.product import Weights, multiply
+from magicpig_cli.kernels.rabitq import rabitq_attend, rabitq_sample, rabitq_scores
 from magicpig_cli.kernels.rows import NUMPY_TYPE, RowTable, RowType, row_bytes, row_width, widen, window_type
 from magicpig_cli.kernels.segment import (
     MAX_SEGMENT_ROWS,
@@ -26,11 +28,24 @@ from magicpig_cli.kernels.segment import (
     segment_codes,
     truncate_segment,
 )
+from magicpig_cli.kernels.signature import SignatureBasis, SignatureBlock, SignedRows, sign_rows
+from magicpig_cli.kernels.signature_shape import (
+    MAX_SIGNATURE_BITS,
+    SIGNATURE_ROWS,
+    Z_HIGH,
+    Z_LOW,
+    rotation_share,
+    want_signature_bits,
+)
 
 __all__ = [
     "MAX_SEGMENT_ROWS",
+    "MAX_SIGNATURE_BITS",
     "MAX_TAIL_ROWS",
     "NUMPY_TYPE",
+    "SIGNATURE_ROWS",
+    "Z_HIGH",
+    "Z_LOW",
     "Attended",
     "Joining",
     "Projection",
@@ -40,6 +55,9 @@ __all__ = [
     "Sampled",
     "SampledRows",
     "Segment",
+    "SignatureBasis",
+    "SignatureBlock",
+    "SignedRows",
     "Tail",
     "Weights",
     "build_segment",
@@ -51,12 +69,18 @@ __all__ = [
     "lsh_sample",
     "merge_segments",
     "multiply",
+    "rabitq_attend",
+    "rabitq_sample",
+    "rabitq_scores",
     "read_rows",
     "read_sequential",
+    "rotation_share",
     "row_bytes",
     "row_width",
     "segment_codes",
+    "sign_rows",
     "truncate_segment",
+    "want_signature_bits",
     "widen",
     "window_type",
 ]

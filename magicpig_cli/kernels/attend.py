@@ -1,4 +1,4 @@
-"""Attention over stored rows: exactly, or over the rows that the tables sample (paper section 4.1, DESIGN.md).
+"""Attention over stored rows: exactly, or over rows sampled by tables (paper section 4.1) or by signatures (rabitq.py).
 
 Keys must be below 2**127 in size and values finite. A logit that overflows or is not a number counts as ±3e38.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from magicpig_cli.config import MAX_SEED
 from magicpig_cli.kernels import isa
 from magicpig_cli.kernels.checks import want_array, want_int, want_queries, want_scale
 from magicpig_cli.kernels.rows import RowTable, want_run
@@ -40,10 +42,15 @@ class SampledRows:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Self-normalised estimate over the sampled rows, and the rows attended exactly. None at all: output 0, LSE −∞."""
+    """Self-normalised estimate over the sampled rows, and the rows attended exactly. None at all: output 0, LSE −∞.
+
+    With π the probability that a row is sampled and ŵ the softmax weights over all rows, sampled and exact, the
+    estimated relative error of `out` is √(Σ_sampled ŵ²·(1−π)·‖v−out‖²) / ‖out‖.
+    """
 
     out: np.ndarray  # float32 [B, H, D]
-    lse: np.ndarray  # float32 [B, H], of logits − ln u
+    lse: np.ndarray  # float32 [B, H], of logits − ln π
+    error: np.ndarray | None  # float32 [B, H], of `out`; None where it was not asked for
     sampled: np.ndarray  # int64 [B, H], sampled rows
     stage_ns: dict[str, int] = field(default_factory=dict)  # of STAGES, summed over threads; window: the exact rows
     wall_ns: int = 0
@@ -64,7 +71,7 @@ def exact_attend(
     want_queries(q, None, None)
     want_scale(scale, softcap)
     want_int("threads", threads, 1)
-    _want_runs(q, runs, [])
+    want_runs(q, runs, [])
     return Attended(*isa.backend().exact_attend(q, runs, scale, softcap or 0.0, threads))
 
 
@@ -74,39 +81,66 @@ def lsh_attend(
     groups: Sequence[SampledRows],
     weights: np.ndarray,
     *,
+    tail: float = 0.0,
+    key: tuple[int, int] = (0, 0),
     scale: float,
     softcap: float | None = None,
     threads: int,
     exact: Sequence[Sequence[Run]] | None = None,
+    with_error: bool = True,
 ) -> Sampled:
     """Attention of q float32 [B, H, D] estimated from the rows that share ≥ 2 of L codes with it (paper section 4.1).
 
     exact: for each sequence runs of other rows, which are attended exactly and merged with the estimate.
 
-    codes: uint16 [B, H, L]. The logit of a sampled row is that of `exact_attend` plus −ln u, read from `weights`
-    float32 [cells + 1] by linear interpolation in sin(θ/2), θ the angle between q and k − μ (π/2 for a zero norm).
+    codes: uint16 [B, H, L]. The logit of a sampled row is that of `exact_attend` plus −ln π, π = 1 − (1−u)(1−tail).
+    −ln u is read from `weights` float32 [cells + 1] by linear interpolation in sin(θ/2), θ the angle between q and
+    k − μ (π/2 for a zero norm).
+
+    tail: rate of the uniform tail: every row enters with this probability too, by a draw that `key` (hash seed, layer),
+    kv head and row number determine. with_error: also estimate the error, which takes time.
     """
     want_scale(scale, softcap)
+    want_tail("tail", tail, key)
     want_array("weights", weights, np.float32, "cells + 1", (None,))
     if weights.shape[0] < 2:
         raise ValueError(f"weights: want at least 2 entries, got {weights.shape[0]}")
     _want_groups(q, codes, groups, threads)
     runs = [()] * len(groups) if exact is None else exact
-    _want_runs(q, runs, [group.table for group in groups])
-    out, lse, sampled, stages, wall_ns = isa.backend().lsh_attend(
-        q, codes, groups, weights, scale, softcap or 0.0, threads, runs
+    want_runs(q, runs, [group.table for group in groups])
+    found = isa.backend().lsh_attend(
+        q, codes, groups, weights, float(tail), key, scale, softcap or 0.0, threads, runs, with_error
     )
-    return Sampled(out, lse, sampled, dict(zip(STAGES, stages, strict=True)), wall_ns)
+    return as_sampled(found, with_error)
 
 
-def lsh_sample(codes: np.ndarray, groups: Sequence[SampledRows], *, threads: int = 1) -> list[list[np.ndarray]]:
+def as_sampled(found: tuple[Any, ...], with_error: bool) -> Sampled:
+    """What a sampling kernel returns, by name."""
+    out, lse, error, sampled, stages, wall_ns = found
+    return Sampled(out, lse, error if with_error else None, sampled, dict(zip(STAGES, stages, strict=True)), wall_ns)
+
+
+def lsh_sample(
+    codes: np.ndarray, groups: Sequence[SampledRows], *, tail: float = 0.0, key: tuple[int, int] = (0, 0),
+    threads: int = 1,
+) -> list[list[np.ndarray]]:  # fmt: skip
     """The rows that `lsh_attend` samples, for every sequence and query head: int64, ascending."""
+    want_tail("tail", tail, key)
     _want_groups(None, codes, groups, threads)
-    rows: list[list[np.ndarray]] = isa.backend().lsh_sample(codes, groups, threads)
+    rows: list[list[np.ndarray]] = isa.backend().lsh_sample(codes, groups, threads, float(tail), key)
     return rows
 
 
-def _want_runs(q: np.ndarray, runs: Sequence[Sequence[Run]], others: list[RowTable]) -> None:
+def want_tail(name: str, share: float, key: tuple[int, int]) -> None:
+    """A share in [0, 1], and two integers that determine its draw."""
+    if not 0 <= share <= 1:
+        raise ValueError(f"{name}: want 0 to 1, got {share}")
+    seed, layer = key
+    want_int("hash seed", seed, 0, MAX_SEED)
+    want_int("layer", layer, 0, 2**31 - 1)
+
+
+def want_runs(q: np.ndarray, runs: Sequence[Sequence[Run]], others: list[RowTable]) -> None:
     """Runs of rows of tables that match the queries and each other, and `others`."""
     if len(runs) != q.shape[0]:
         raise ValueError(f"runs: want one list for each of {q.shape[0]} sequences, got {len(runs)}")
@@ -114,10 +148,10 @@ def _want_runs(q: np.ndarray, runs: Sequence[Sequence[Run]], others: list[RowTab
     for run in (run for of_sequence in runs for run in of_sequence):
         want_run("run", *run)
         tables.append(run[0])
-    _want_matching(q, tables)
+    want_matching(q, tables)
 
 
-def _want_matching(q: np.ndarray, tables: list[RowTable]) -> None:
+def want_matching(q: np.ndarray, tables: list[RowTable]) -> None:
     for table in tables:
         if table.kv_heads != tables[0].kv_heads:
             raise ValueError(f"tables: want {tables[0].kv_heads} kv heads in all, got {table.kv_heads}")
@@ -130,7 +164,7 @@ def _want_groups(q: np.ndarray | None, codes: np.ndarray, groups: Sequence[Sampl
     if q is not None:
         want_queries(q, None, None)
         want_array("codes", codes, np.uint16, "B, H, L", (*q.shape[:2], None))
-        _want_matching(q, [group.table for group in groups])
+        want_matching(q, [group.table for group in groups])
     if len(groups) != codes.shape[0]:
         raise ValueError(f"groups: want one for each of {codes.shape[0]} sequences, got {len(groups)}")
     segments = [segment for group in groups for segment in group.segments]

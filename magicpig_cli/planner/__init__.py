@@ -6,8 +6,9 @@ fit, with ways out that were planned too (`ways_out`). A `Plan` counts bytes and
 """
 
 from magicpig_cli.planner.choose import plan
+from magicpig_cli.planner.indexes import most_segments
 from magicpig_cli.planner.memory import Part
-from magicpig_cli.planner.plan import FLUSH, Plan, most_segments
+from magicpig_cli.planner.plan import FLUSH, Plan
 from magicpig_cli.planner.predict import Prediction, predict
 
 __all__ = ["FLUSH", "Part", "Plan", "Prediction", "most_segments", "plan", "predict"]

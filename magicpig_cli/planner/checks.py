@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from magicpig_cli.config import (
+    DEFAULT_BITS,
+    DEFAULT_BUDGET,
     DEFAULT_K,
     DEFAULT_L,
     DEFAULT_LOCAL,
     DEFAULT_SINK,
+    MAX_BITS,
     MAX_K,
     MAX_L,
     MAX_SEED,
+    SAMPLERS,
     AttentionOptions,
     Settings,
 )
@@ -34,10 +38,11 @@ def check_device(hardware: Hardware, device: str) -> None:
 def check_request(shape: ModelShape, settings: Settings, *, on_gpu: bool) -> None:
     """Raise UsageError for values outside their range, ContextError for a context longer than the model's."""
     attention, model = settings.attention, settings.model
-    _check_choice("--attention", attention.mode, ("auto", "lsh", "exact"))
+    _check_choice("--attention", attention.mode, ("auto", *SAMPLERS, "exact"))
     _check_choice("--kv-dtype", attention.kv_dtype, ("auto", "float32", "bfloat16", "int8"))
     _check_choice("--quantize", model.quantize, ("none", "int8"))
     _check_tables(attention)
+    _check_signatures(attention)
     _check_layers(attention, shape)
     if attention.sink is not None and attention.sink < 0:
         raise UsageError(f"--sink {attention.sink} is less than 0", hint=f"the default is --sink {DEFAULT_SINK}")
@@ -72,6 +77,23 @@ def _check_tables(attention: AttentionOptions) -> None:
         )
     if not 0 <= attention.hash_seed <= MAX_SEED:
         raise UsageError(f"--hash-seed {attention.hash_seed} is not between 0 and {MAX_SEED}", hint="--hash-seed 0")
+
+
+def _check_signatures(attention: AttentionOptions) -> None:
+    if attention.budget is not None and not 0 < attention.budget <= 1:
+        raise UsageError(
+            f"--budget {attention.budget:g} is no share of the keys: want above 0, up to 1",
+            hint=f"the default is --budget {DEFAULT_BUDGET}",
+        )
+    if attention.tail is not None and not 0 <= attention.tail <= 1:
+        raise UsageError(f"--tail {attention.tail:g} is not between 0 and 1", hint="--tail 0.25")
+    if attention.bits is not None and (attention.bits % 32 or not 32 <= attention.bits <= MAX_BITS):
+        raise UsageError(
+            f"--bits {attention.bits} is not a multiple of 32 up to {MAX_BITS}",
+            hint=f"the default is --bits {DEFAULT_BITS}",
+        )
+    if attention.target_error is not None and not 0 < attention.target_error < float("inf"):
+        raise UsageError(f"--target-error {attention.target_error:g} is not above 0", hint="--target-error 0.05")
 
 
 def _check_layers(attention: AttentionOptions, shape: ModelShape) -> None:

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import cast
 
-import numpy as np
-
-from magicpig_cli.attention.estimator import inclusion_probability
-from magicpig_cli.config import AttentionOptions, Settings
+from magicpig_cli.config import (
+    BUDGET_RANGE,
+    DEFAULT_BITS,
+    DEFAULT_BUDGET,
+    SAMPLERS,
+    AttentionOptions,
+    Settings,
+)
 from magicpig_cli.errors import MemoryBudgetError
 from magicpig_cli.hardware import Gpu, Hardware
 from magicpig_cli.kernels import RowType
@@ -17,6 +21,8 @@ from magicpig_cli.model.shape import ModelShape, read_dtype
 from magicpig_cli.planner import memory, reasons
 from magicpig_cli.planner.checks import check_device, check_request, check_window
 from magicpig_cli.planner.plan import Mode, Plan, WeightType, most_together
+from magicpig_cli.planner.predict import predict
+from magicpig_cli.planner.quality import expected_ratio
 from magicpig_cli.planner.times import WEIGHT_BYTES
 from magicpig_cli.planner.ways_out import ways_out
 from magicpig_cli.profiles import BUILT_IN, Profile, TableSize
@@ -26,11 +32,7 @@ SHORTEST_CHUNK = 128  # to which chunks are cut where a GPU has no room for long
 # Taken after a profile's own, where no larger tables fit: the paper's other two. They sample more keys (7 and 8% where
 # (10, 150) samples 4.5%), so they cost time, not accuracy: EVIDENCE.md section 2.
 SMALLER_TABLES = (TableSize(9, 120), TableSize(8, 75))
-
-# Angles between queries and centred keys, θ/π: a normal distribution that gives the four sampled ratios of EVIDENCE.md
-# section 1 within 3% (demo model at 8k: 8.1, 7.0, 4.5 and 5.4% for (8, 75), (9, 120), (10, 150) and (11, 300)).
-ANGLE_MEAN, ANGLE_SPREAD = 0.5075, 0.065
-_NODES = 41
+SAME_SPEED = 1.1  # times the fastest sampler's step up to which the more accurate one is taken (sampler auto)
 
 
 def plan(hardware: Hardware, shape: ModelShape, settings: Settings, profile: Profile = BUILT_IN, why: str = "") -> Plan:
@@ -51,13 +53,6 @@ def plan(hardware: Hardware, shape: ModelShape, settings: Settings, profile: Pro
         raise MemoryBudgetError(refusal.message, hint=hint) from None
 
 
-def expected_ratio(K: int, L: int) -> float:
-    """Share of the offloaded keys that tables of (K, L) are expected to sample on real text."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES)
-    angles = np.clip(ANGLE_MEAN + ANGLE_SPREAD * nodes, 0.0, 1.0)
-    return float(weights @ inclusion_probability(np.cos(np.pi * angles), K, L) / weights.sum())
-
-
 def _choose(hardware: Hardware, shape: ModelShape, settings: Settings, profile: Profile, why: str) -> Plan:
     check_device(hardware, settings.model.device)
     gpu = hardware.gpu_of(settings.model.device)
@@ -65,9 +60,7 @@ def _choose(hardware: Hardware, shape: ModelShape, settings: Settings, profile: 
     wanted = settings.context or shape.context
     draft = _draft(hardware, shape, settings, profile, gpu, wanted=wanted)
     check_window(draft)
-    draft = _within_device(draft)
-    draft = replace(draft, budget_bytes=_host_budget(hardware, draft))
-    choice = _tables_that_fit(draft, settings, profile)
+    choice = _best_sampler(hardware, draft, settings, profile)
     chosen = choice.plan
     found = reasons.of(chosen, hardware, settings, profile, why, wanted=wanted, too_large=choice.too_large)
     return replace(chosen, reasons=found)
@@ -84,9 +77,14 @@ def _draft(
     return Plan(
         shape=shape,
         mode=cast(Mode, attention.mode),
+        auto_sampler=profile.sampler,
         K=size.K,
         L=size.L,
-        sampled_ratio=_ratio(size),
+        table_ratio=_ratio(size),
+        budget=_budget(attention, profile),
+        bits=attention.bits or profile.bits or DEFAULT_BITS,
+        tail=profile.tail if attention.tail is None else attention.tail,
+        target_error=_target_error(attention, profile),
         sink=profile.sink if attention.sink is None else attention.sink,
         local=profile.local if attention.local is None else attention.local,
         dense_layers=_dense_layers(attention, shape, profile),
@@ -111,6 +109,19 @@ def _draft(
     )
 
 
+def _target_error(attention: AttentionOptions, profile: Profile) -> float | None:
+    return profile.target_error if attention.target_error is None else attention.target_error
+
+
+def _budget(attention: AttentionOptions, profile: Profile) -> float:
+    """What was asked for, the profile's or the default; where it moves, within its bounds."""
+    budget = attention.budget or profile.budget or DEFAULT_BUDGET
+    if _target_error(attention, profile) is None:
+        return budget
+    low, high = BUDGET_RANGE
+    return min(max(budget, low), high)
+
+
 def _dense_layers(attention: AttentionOptions, shape: ModelShape, profile: Profile) -> tuple[int, ...]:
     """What was asked for, else those of the profile that this model has."""
     if attention.dense_layers is not None:
@@ -130,6 +141,37 @@ def _weights_bytes(shape: ModelShape, form: WeightType) -> int:
     extra = shape.int8_extra_bytes if form == "int8" else 0
     experts = shape.expert_params * WEIGHT_BYTES["float32"]
     return (shape.params - shape.expert_params) * WEIGHT_BYTES[form] + experts + extra
+
+
+# --- sampler -------------------------------------------------------------------------------------------------------
+
+
+def _best_sampler(hardware: Hardware, draft: Plan, settings: Settings, profile: Profile) -> _Choice:
+    """What fits with the sampler that was asked for, or with the best one where a profile leaves that open.
+
+    That is the more accurate one, as far as steps are not much longer with it. Raises MemoryBudgetError.
+    """
+    names = SAMPLERS if profile.sampler == "auto" else (profile.sampler,)
+    found: list[_Choice] = []
+    refusals: list[MemoryBudgetError] = []
+    for name in names:
+        try:
+            found.append(_that_fits(hardware, replace(draft, auto_sampler=name), settings, profile))
+        except MemoryBudgetError as refusal:
+            refusals.append(refusal)
+    if not found:
+        raise refusals[0]
+    longest = max(choice.plan.context for choice in found)
+    found = [choice for choice in found if choice.plan.context == longest]
+    times = [predict(choice.plan, longest).ms_per_token for choice in found]
+    fastest = min((ms for ms in times if ms is not None), default=None)
+    near = [choice for choice, ms in zip(found, times, strict=True) if ms is None or ms <= SAME_SPEED * (fastest or ms)]
+    return min(near, key=lambda choice: choice.plan.expected_error or 0.0)
+
+
+def _that_fits(hardware: Hardware, draft: Plan, settings: Settings, profile: Profile) -> _Choice:
+    draft = _within_device(draft)
+    return _tables_that_fit(replace(draft, budget_bytes=_host_budget(hardware, draft)), settings, profile)
 
 
 # --- tables and context --------------------------------------------------------------------------------------------
@@ -158,7 +200,7 @@ def _ratio(size: TableSize) -> float:
 
 
 def _with_tables(draft: Plan, size: TableSize) -> Plan:
-    return replace(draft, K=size.K, L=size.L, sampled_ratio=_ratio(size))
+    return replace(draft, K=size.K, L=size.L, table_ratio=_ratio(size))
 
 
 def _cheaper(draft: Plan, profile: Profile) -> Iterator[Plan]:
@@ -178,7 +220,8 @@ def _tables_that_fit(draft: Plan, settings: Settings, profile: Profile) -> _Choi
     A context that nobody asked for shrinks to the longest that fits with any. Raises MemoryBudgetError.
     """
     candidates = [draft]
-    if draft.sampled_layers and settings.attention.K is None and settings.attention.L is None:
+    free = settings.attention.K is None and settings.attention.L is None
+    if draft.sampled_layers and draft.sampler == "lsh" and free:
         candidates += _cheaper(draft, profile)
     for candidate in candidates:
         if candidate.sequence_bytes(candidate.context) <= candidate.budget_bytes:

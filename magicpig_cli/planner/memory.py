@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from magicpig_cli.config import BLOCK_KEYS, FLASH_KEYS, HASH_ROWS, JOINED_ROWS, TAIL_ROOM, TAIL_ROWS
-from magicpig_cli.kernels import MAX_SEGMENT_ROWS, row_bytes, window_type
-from magicpig_cli.planner.plan import Plan, most_segments
+from magicpig_cli.config import BLOCK_KEYS, FLASH_KEYS
+from magicpig_cli.kernels import row_bytes, window_type
+from magicpig_cli.planner.plan import Plan
 from magicpig_cli.units import format_bytes
 
 # Resident memory of Python, torch for CPUs, transformers, kernels and a tokenizer, libraries included: 409 MiB after
@@ -56,13 +56,12 @@ def reserved_host(plan: Plan, tokens: int, batch: int = 1) -> tuple[Part, ...]:
 
 def sequence_parts(plan: Plan, tokens: int, batch: int = 1) -> tuple[Part, ...]:
     """What `batch` sequences of `tokens` take in host memory, however they grew: `Plan.sequence_bytes` of each."""
-    index = plan.index_bytes(tokens), _index_formula(plan, tokens, batch, most_segments(plan.indexed_keys(tokens)))
-    growth = plan.growth_bytes(tokens)
+    keys, index = plan.indexed_keys(tokens), plan.index
     return (
         _rows(plan, tokens, batch),
         _windows(plan, batch, plan.window_bytes()),
-        Part("index", batch * index[0], index[1]),
-        Part("growth", batch * growth, _growth_formula(plan, tokens, batch)),
+        _index(plan, batch, keys, index.nbytes(keys), index.formula(keys)),
+        Part("growth", batch * index.growth_bytes(keys), _times(batch) + index.growth_formula(keys)),
     )
 
 
@@ -79,6 +78,7 @@ def too_large(plan: Plan, tokens: int, free_bytes: int | None = None) -> str:
 def expected_host(plan: Plan, tokens: int, batch: int, generated: int) -> tuple[Part, ...]:
     """What a process holds at its peak with `batch` sequences of `tokens`, the last `generated` of them answers."""
     on_host = plan.gpu is None
+    keys = plan.indexed_keys(tokens)
     program = PROGRAM_BYTES if on_host else plan.host_reserve
     why = "Python, torch and libraries, measured" if on_host else f"reserve of profile {plan.profile}"
     parts = (
@@ -88,7 +88,7 @@ def expected_host(plan: Plan, tokens: int, batch: int, generated: int) -> tuple[
         _directions(plan, copies=2),
         _rows(plan, tokens, batch),
         _windows(plan, batch, plan.window_bytes()),
-        _index_read_at_once(plan, tokens, batch),
+        _index(plan, batch, keys, *plan.index.read_at_once(keys)),
         _expected_growth(plan, tokens, batch, generated),
     )
     return _some(parts)
@@ -142,51 +142,17 @@ def _times(batch: int) -> str:
     return f"{batch} sequences × " if batch > 1 else ""
 
 
-def _index_formula(plan: Plan, tokens: int, batch: int, segments: int) -> str:
-    if not plan.indexed_keys(tokens):
-        return "no index"
-    keys = plan.indexed_keys(tokens) if segments else 0
-    layers, heads = len(plan.sampled_layers), plan.shape.kv_heads
-    inner = f"{keys:,} ids + {segments} segments × {(1 << plan.K) + 1:,} offsets + {TAIL_ROOM:,} codes"
-    return f"{_times(batch)}{layers} layers × {heads} heads × {plan.L} tables × ({inner}) × 2 B"
-
-
-def _growth_formula(plan: Plan, tokens: int, batch: int) -> str:
-    keys = plan.indexed_keys(tokens)
-    joined, longest = min(keys, JOINED_ROWS), min(keys, MAX_SEGMENT_ROWS)
-    each = f"a segment of {joined:,} keys in the making in each of {len(plan.sampled_layers)} layers"
-    return f"{_times(batch)}({each}, one of {longest:,} in one layer)"
-
-
-def _index_read_at_once(plan: Plan, tokens: int, batch: int) -> Part:
-    keys = plan.indexed_keys(tokens)
-    segments = 0 if keys <= TAIL_ROWS else -(-keys // MAX_SEGMENT_ROWS)
-    formula = _index_formula(plan, tokens, batch, segments)
-    if not keys:
-        return Part("index", 0, formula)
-    heads, tables = plan.shape.kv_heads, plan.L
-    ids = keys if segments else 0
-    numbers = tables * heads * (ids + segments * ((1 << plan.K) + 1) + TAIL_ROOM) + TAIL_ROOM
-    return Part("index", batch * 2 * len(plan.sampled_layers) * numbers, formula)
+def _index(plan: Plan, batch: int, keys: int, size: int, formula: str) -> Part:
+    return Part("index", batch * size, _times(batch) + formula if keys else "no index")
 
 
 def _expected_growth(plan: Plan, tokens: int, batch: int, generated: int) -> Part:
-    """Codes of one head while the index is built, and segments that answers of that length make beside what is there.
-
-    A segment in the making begins with a full tail, all of it generated, and takes in segments that are at most twice
-    what follows them: three times the answer at most.
-    """
+    """What stands beside the indexes while they are built, and while answers of that length come."""
     keys = plan.indexed_keys(tokens)
     if not keys or not plan.sampled_layers:
         return Part("growth", 0, "no index")
-    longest = min(keys, MAX_SEGMENT_ROWS)
-    codes = 2 * plan.L * longest if keys > TAIL_ROWS else 0
-    joined = min(keys, JOINED_ROWS, 3 * generated) if generated >= TAIL_ROWS else 0
-    joining = batch * len(plan.sampled_layers) * plan.segment_bytes(joined) if joined else 0
-    words = f"codes of one head: {plan.L} tables × {longest:,} keys × 2 B"
-    if joined:
-        words += f"; {_times(batch)}a segment of {joined:,} keys in the making in {len(plan.sampled_layers)} layers"
-    return Part("growth", codes + joining, words)
+    once, each, words = plan.index.expected_growth(keys, generated)
+    return Part("growth", once + batch * each, words)
 
 
 def _activations(plan: Plan, batch: int) -> Part:
@@ -213,12 +179,10 @@ def _activations(plan: Plan, batch: int) -> Part:
 
 
 def _directions(plan: Plan, copies: int) -> Part:
-    layers, dim = len(plan.sampled_layers), plan.shape.head_dim
-    size = copies * layers * dim * plan.K * plan.L * 4
-    return Part("hash directions", size, f"{copies * layers} × {dim} × {plan.K * plan.L:,} values × 4 B")
+    size, formula = plan.index.drawn()
+    return Part("random directions", copies * size, f"{copies} × {formula}" if copies > 1 else formula)
 
 
 def _hashing(plan: Plan) -> Part:
-    """Projections of the rows of one head that are hashed at a time, and what packing their signs makes of them."""
-    size = HASH_ROWS * plan.K * plan.L * (4 + 4 + 4 + 1) if plan.sampled_layers else 0
-    return Part("hashing", size, f"{HASH_ROWS:,} keys × {plan.K * plan.L:,} signs × 13 B")
+    size, formula = plan.index.device_hashing()
+    return Part("hashing", size if plan.sampled_layers else 0, formula)

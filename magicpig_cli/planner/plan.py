@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal
 
-from magicpig_cli.config import INDEX_FROM, JOINED_ROWS, REBUILD_GROWTH, TAIL_ROOM, TAIL_ROWS
+from magicpig_cli.config import DEFAULT_TAIL, INDEX_FROM
 from magicpig_cli.hardware import Gpu, Speeds
-from magicpig_cli.kernels import MAX_SEGMENT_ROWS, RowType, row_bytes, window_type
+from magicpig_cli.kernels import RowType, row_bytes, window_type
 from magicpig_cli.model.shape import ModelShape
+from magicpig_cli.planner.indexes import IndexBytes, SignaturesBytes, TablesBytes
+from magicpig_cli.planner.quality import expected_ratio, expected_signature_error, expected_table_error
 from magicpig_cli.profiles import Profile
 
-Mode = Literal["auto", "lsh", "exact"]
+Mode = Literal["auto", "lsh", "rabitq", "exact"]
 WeightType = Literal["float32", "bfloat16", "int8"]
 
 FLUSH = 64  # rows that leave the window at once
@@ -28,28 +28,20 @@ def most_together(profile: Profile, *, on_gpu: bool) -> int:
     return profile.max_batch or (MAX_BATCH_GPU if on_gpu else MAX_BATCH)
 
 
-def most_segments(keys: int) -> int:
-    """The most segments that an index over `keys` keys can have, however it grew and was cut.
-
-    A segment has TAIL_ROWS keys or more, and neighbours stay apart only if the older is more than twice the newer or if
-    both together exceed JOINED_ROWS. So the shortest list rises by doubling up to that size, and goes on with segments
-    of about half of it. (A small one before a large one would be joined with it, unless that exceeds MAX_SEGMENT_ROWS.)
-    """
-    rising = [TAIL_ROWS]
-    while 2 * rising[-1] + 1 <= JOINED_ROWS:
-        rising.append(2 * rising[-1] + 1)
-    beyond = max(0, keys - sum(rising)) // (JOINED_ROWS + 1 - rising[-1])
-    return bisect_right(list(accumulate(rising)), keys) + beyond
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How sequences are kept and attended to. Token counts are per sequence; bytes are of host memory, or say so."""
 
     shape: ModelShape
     mode: Mode
-    K: int
+    auto_sampler: str  # with which the mode `auto` samples
+    K: int  # of lsh
     L: int
+    table_ratio: float  # of the offloaded keys, that tables of (K, L) are expected to sample of real text
+    budget: float  # of rabitq: share of the indexed keys to sample
+    bits: int  # of rabitq, per key
+    tail: float | None  # share of what is sampled that is drawn uniformly; None = the sampler's default
+    target_error: float | None  # of rabitq: by which each head's budget moves; None = it stays
     sink: int
     local: int
     dense_layers: tuple[int, ...]
@@ -64,7 +56,6 @@ class Plan:
     chunk: int  # prompt tokens per forward
     auto_lsh_from: int  # `auto`: shorter sequences are attended exactly
     host_reserve: int  # bytes left to the program itself
-    sampled_ratio: float  # of the offloaded keys, as expected of real text
     flush: int = FLUSH
     block_rows: int = BLOCK_ROWS
     gpu: Gpu | None = None  # that holds weights and windows
@@ -74,10 +65,74 @@ class Plan:
     profile: str = "built-in"
     reasons: tuple[str, ...] = ()
 
+    def sampler_of(self, mode: str) -> str | None:
+        """Name of the sampler of a mode; None = exact attention."""
+        return {"auto": self.auto_sampler, "exact": None}.get(mode, mode)
+
+    @property
+    def sampler(self) -> str | None:
+        """Name of the sampler; None where attention is exact."""
+        return self.sampler_of(self.mode)
+
+    def tail_of(self, sampler: str) -> float:
+        """Share of what this sampler samples that is drawn uniformly."""
+        return DEFAULT_TAIL[sampler] if self.tail is None else self.tail
+
+    @property
+    def sampler_options(self) -> dict[str, float | None]:
+        """What was chosen for the sampler, by the names of the options; None where an option is not its own."""
+        return self.options_of(self.sampler)
+
+    def options_of(self, sampler: str | None) -> dict[str, float | None]:
+        """The same of a sampler that may be another one than the plan's."""
+        lsh, rabitq = sampler == "lsh", sampler == "rabitq"
+        return {
+            "K": self.K if lsh else None,
+            "L": self.L if lsh else None,
+            "budget": self.budget if rabitq else None,
+            "tail": self.tail_of(sampler) if sampler is not None else None,
+            "bits": self.bits if rabitq else None,
+            "target_error": self.target_error if rabitq else None,
+        }
+
+    @property
+    def title(self) -> str:
+        """`lsh K=10 L=150`, `rabitq 2%`, `auto error 0.05`, `exact`: for a line that has little room."""
+        if self.sampler is None:
+            return self.mode
+        if self.sampler == "lsh":
+            return f"{self.mode} K={self.K} L={self.L}"
+        if self.target_error is not None:
+            return f"{self.mode} error {self.target_error:g}"
+        return f"{self.mode} {100 * self.budget:.3g}%"
+
+    @property
+    def table_tail_rate(self) -> float:
+        """Share of all keys that lsh draws uniformly beside its tables: of what (K, L) are expected to sample, by the
+        closed form alone, so that no profile decides what is drawn."""
+        return self.tail_of("lsh") * expected_ratio(self.K, self.L) if self.tail_of("lsh") else 0.0
+
+    @property
+    def sampled_ratio(self) -> float:
+        """Share of the offloaded keys, as expected of real text."""
+        if self.sampler == "rabitq":
+            return self.budget
+        rate = self.table_tail_rate
+        return rate + (1 - rate) * self.table_ratio
+
+    @property
+    def expected_error(self) -> float | None:
+        """Relative error of attention as expected of real text, a guide; None where attention is exact."""
+        if self.sampler is None:
+            return None
+        if self.sampler == "rabitq":
+            return self.target_error or expected_signature_error(self.budget, self.bits)
+        return expected_table_error(self.table_ratio)
+
     @property
     def sampled_layers(self) -> tuple[int, ...]:
         """Layers whose decode attention is sampled: not dense, without a sliding window."""
-        if self.mode == "exact":
+        if self.sampler is None:
             return ()
         return tuple(layer for layer in self.shape.full_layers if layer not in self.dense_layers)
 
@@ -118,36 +173,21 @@ class Plan:
         keys = self.offloaded(tokens)
         return 0 if keys < INDEX_FROM or (self.mode == "auto" and tokens < self.auto_lsh_from) else keys
 
-    def segment_bytes(self, rows: int) -> int:
-        """Ids of `rows` rows and offsets of one segment, all KV heads of one layer."""
-        return 2 * self.L * self.shape.kv_heads * (rows + (1 << self.K) + 1)
+    @property
+    def index(self) -> IndexBytes:
+        """What the index of the plan's sampler takes."""
+        layers, shape = len(self.sampled_layers), self.shape
+        if self.sampler == "rabitq":
+            return SignaturesBytes(layers, shape.kv_heads, shape.head_dim, self.bits)
+        return TablesBytes(layers, shape.kv_heads, shape.head_dim, self.K, self.L)
 
     def index_bytes(self, tokens: int) -> int:
-        """Tables of one sequence at most: 16-bit ids and offsets of its segments, and room for the codes of the tail.
-
-        At most, because one that is read at once has fewer segments than one that grows turn by turn.
-        """
-        keys = self.indexed_keys(tokens)
-        if not keys:
-            return 0
-        segments = most_segments(keys)
-        ids = keys if segments else 0  # fewer are all in the tail
-        numbers = self.L * self.shape.kv_heads * (ids + segments * ((1 << self.K) + 1) + TAIL_ROOM) + TAIL_ROOM
-        return 2 * len(self.sampled_layers) * numbers
+        """The index of one sequence at most, however it grew."""
+        return self.index.nbytes(self.indexed_keys(tokens))
 
     def growth_bytes(self, tokens: int) -> int:
-        """What an index needs beside itself while it changes: in every layer a segment in the making (decode), in one
-        layer at a time a long one and the codes of one head (prefill).
-
-        A cut of a long segment holds for a moment, in one layer, what it leaves and what that becomes with its
-        neighbours: two long ones. From four sampled layers on the second fits into what is counted for joining.
-        """
-        keys = self.indexed_keys(tokens)
-        if not keys or not self.sampled_layers:
-            return 0
-        longest = min(keys, MAX_SEGMENT_ROWS)
-        joining = len(self.sampled_layers) * self.segment_bytes(min(keys, JOINED_ROWS))
-        return joining + self.segment_bytes(longest) + 2 * self.L * longest
+        """What an index needs beside itself while it changes."""
+        return self.index.growth_bytes(self.indexed_keys(tokens))
 
     def sequence_bytes(self, tokens: int) -> int:
         """Everything that one sequence takes in host memory."""
@@ -163,29 +203,8 @@ class Plan:
         """
         blocks = min(self.offloaded(prefix_tokens), self.offloaded(tokens)) // self.block_rows
         rows = self._rows_bytes(blocks * self.block_rows, self.row_dtype)
-        return rows + len(self.sampled_layers) * self._shared_index_bytes((*parents, prefix_tokens), tokens)
-
-    def _shared_index_bytes(self, prefixes: Sequence[int], tokens: int) -> int:
-        """Of one layer: segments of the last index built at once that no prompt, answer or longer prefix can change.
-
-        A segment stays unless what follows it is half as long (it is joined with that), or the index is built anew.
-        """
-        built = self._keys_behind_mean(prefixes)
-        grown = self.offloaded(tokens) - built
-        if not built or self.offloaded(tokens) > built * REBUILD_GROWTH:
-            return 0
-        full, rest = divmod(built, MAX_SEGMENT_ROWS)
-        shared = full * self.segment_bytes(MAX_SEGMENT_ROWS)
-        return shared + (self.segment_bytes(rest) if rest > max(TAIL_ROWS, 2 * grown) else 0)
-
-    def _keys_behind_mean(self, prefixes: Sequence[int]) -> int:
-        """Keys in the index when it was last built at once, of a sequence read to these lengths one after the other."""
-        built = 0
-        for tokens in prefixes:
-            keys = self.indexed_keys(tokens)
-            if keys > built * REBUILD_GROWTH:
-                built = keys
-        return built
+        read = [self.indexed_keys(length) for length in (*parents, prefix_tokens)]
+        return rows + self.index.shared_bytes(read, self.offloaded(tokens))
 
     def sequences_that_fit(self, tokens: int) -> int:
         """How many sequences of `tokens` can be decoded together: at least 1, at most `max_batch`."""

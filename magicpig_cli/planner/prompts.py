@@ -21,6 +21,11 @@ PASSES = 18.0
 PACK_S, SORT_S = 0.83e-9, 4.3e-9
 
 
+def _index_work(plan: Plan) -> tuple[int, float]:
+    """(signs, seconds of one thread beside them) of taking one key of one head into the index."""
+    return {None: (0, 0.0), "lsh": (plan.K * plan.L, plan.L * SORT_S), "rabitq": (plan.bits, 0.0)}[plan.sampler]
+
+
 @dataclass(frozen=True, slots=True)
 class PromptTimes:
     """What reading takes with one plan; `seconds` is asked for many prompts."""
@@ -50,9 +55,9 @@ class PromptTimes:
         cast = 0.0 if plan.weight_type == "float32" else read + everything * 4 / sequential
         operators = shape.layers * sum(LAYER_OPERATORS) * speeds.operator_us * 1e-6
         last = output * WEIGHT_BYTES[plan.weight_type] / (speeds.product_bytes_s[plan.weight_type] * share)
-        signs = plan.K * plan.L
         threads = min(plan.threads, speeds.threads)
-        hashed = shape.head_dim * signs / multiply + (signs * PACK_S + plan.L * SORT_S) / threads
+        signs, sorted_s = _index_work(plan)
+        hashed = shape.head_dim * signs / multiply + (signs * PACK_S + sorted_s) / threads
         return cls(
             plan=plan,
             token_s=layers / multiply + passes,

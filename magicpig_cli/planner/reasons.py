@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from magicpig_cli.config import Settings
+from magicpig_cli.config import BUDGET_RANGE, Settings
 from magicpig_cli.hardware import Hardware
 from magicpig_cli.planner import memory
 from magicpig_cli.planner.plan import Plan, most_together
@@ -27,8 +27,14 @@ def of(
         _attention(plan, asked.mode != "auto", origin),
     ]
     if plan.sampled_layers:
-        lines.append(_tables(plan, settings, origin, too_large))
-        lines.append(f"sampled ratio {plan.sampled_ratio:.1%} expected: {_ratio_source(plan, profile)}")
+        if plan.sampler == "lsh":
+            lines.append(_tables(plan, settings, origin, too_large))
+        else:
+            lines += _signatures(plan, settings, profile)
+        if tail := plan.tail_of(str(plan.sampler)):
+            lines.append(f"tail {tail:g}: {_tail(plan, settings, profile)}")
+        lines.append(_expected(plan, profile))
+    lines += _unused(plan, settings)
     if plan.mode != "exact":
         layers = ", ".join(map(str, plan.dense_layers)) or "none"
         lines.append(f"dense layers {layers}: {'as asked' if asked.dense_layers is not None else origin}")
@@ -70,7 +76,7 @@ def _attention(plan: Plan, asked: bool, origin: str) -> str:
     if not plan.sampled_layers:
         return f"attention {plan.mode}: {source}, but no layer can be sampled, all are dense or windowed"
     when = f" from {plan.auto_lsh_from:,} tokens on ({origin}), exact below" if plan.mode == "auto" else ""
-    return f"attention {plan.mode}: {source}, {len(plan.sampled_layers)} layers sampled by lsh{when}"
+    return f"attention {plan.mode}: {source}, {len(plan.sampled_layers)} layers sampled by {plan.sampler}{when}"
 
 
 def _tables(plan: Plan, settings: Settings, origin: str, too_large: Plan | None) -> str:
@@ -89,8 +95,62 @@ def _tables(plan: Plan, settings: Settings, origin: str, too_large: Plan | None)
     return line + f"{origin}, for sequences of {plan.context:,} tokens"
 
 
+def _source(asked: object, kept: object, profile: Profile) -> str:
+    """Where a value comes from that most profiles do not name."""
+    if asked is not None:
+        return "as asked"
+    return f"profile {profile.name}" if kept is not None else "default"
+
+
+def _signatures(plan: Plan, settings: Settings, profile: Profile) -> list[str]:
+    asked = settings.attention
+    lines = [f"bits {plan.bits}: {_source(asked.bits, profile.bits, profile)}, per key in the index"]
+    if plan.target_error is None:
+        source = _source(asked.budget, profile.budget, profile)
+        return [*lines, f"budget {plan.budget:.2%} of the keys: {source}"]
+    low, high = BUDGET_RANGE
+    return [
+        *lines,
+        f"target error {plan.target_error:g}: {_source(asked.target_error, profile.target_error, profile)}; each "
+        f"head's budget moves between {low:.2%} and {high:.0%} of the keys, from {plan.budget:.2%} on",
+    ]
+
+
+def _tail(plan: Plan, settings: Settings, profile: Profile) -> str:
+    source = _source(settings.attention.tail, profile.tail, profile)
+    if plan.sampler == "lsh":
+        return f"{source}, {plan.table_tail_rate:.2%} of the keys are drawn uniformly beside the tables"
+    return f"{source}, share of the budget that is drawn uniformly"
+
+
+def _unused(plan: Plan, settings: Settings) -> list[str]:
+    """Options of a sampler that is not used: no error, as config.yaml may hold them for all runs."""
+    asked = settings.attention
+    options: dict[str, dict[str, float | None]] = {
+        "lsh": {"-K": asked.K, "-L": asked.L},
+        "rabitq": {"--budget": asked.budget, "--bits": asked.bits, "--target-error": asked.target_error},
+    }
+    given = [
+        f"{name} {value:g}"
+        for sampler, values in options.items()
+        for name, value in values.items()
+        if value is not None and sampler != plan.sampler
+    ]
+    if plan.sampler is None and asked.tail is not None:
+        given.append(f"--tail {asked.tail:g}")
+    return [f"without effect on attention {plan.mode}: {', '.join(given)}"] if given else []
+
+
+def _expected(plan: Plan, profile: Profile) -> str:
+    source = "by --budget" if plan.sampler == "rabitq" else _ratio_source(plan, profile)
+    return (
+        f"sampled ratio {plan.sampled_ratio:.1%} expected: {source}; relative error of attention about "
+        f"{plan.expected_error:.1%}"
+    )
+
+
 def _ratio_source(plan: Plan, profile: Profile) -> str:
-    if any((t.K, t.L, t.sampled_ratio) == (plan.K, plan.L, plan.sampled_ratio) for t in profile.tables):
+    if any((t.K, t.L, t.sampled_ratio) == (plan.K, plan.L, plan.table_ratio) for t in profile.tables):
         return f"profile {profile.name}"
     return "angles as measured on real text (docs/decisions/007)"
 

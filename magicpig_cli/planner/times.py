@@ -22,6 +22,7 @@ MULTIPLY_ADDS_PER_BYTE = 1.6
 # What a step does beside products and kernels, in the time of so many small operators of torch called from Python:
 LAYER_OPERATORS = (160, 47)  # norms, rotary embedding, activations, modules; and for each sequence its cache
 SAMPLED_OPERATORS = (60, 11)  # of a sampled layer beside that, a piece of maintenance of the index included
+SCAN_BITS = 128  # of the signatures whose scan was measured
 CALL_OPERATORS = 40  # a call of the attention kernel: checks, pieces, and sharing them out
 HASH_OPERATORS = 14  # a call of the hash kernel, which is shorter
 VISIT_SKEW = 1.7  # ids visited over those of uniform buckets: 1.4–2.0 on real keys (EVIDENCE.md section 1)
@@ -51,6 +52,7 @@ class _Rates:
     float32_product: float
     count_s: float
     visit_s: float
+    scan_s: float
     operator_s: float
     threads: int
 
@@ -65,6 +67,7 @@ class _Rates:
             float32_product=speeds.product_bytes_s["float32"] * share,
             count_s=speeds.count_ns * 1e-9,
             visit_s=speeds.visit_ns * 1e-9,
+            scan_s=speeds.scan_ns * 1e-9,
             operator_s=speeds.operator_us * 1e-6,
             threads=min(plan.threads, speeds.threads),
         )
@@ -113,21 +116,36 @@ def _exact_rows_s(plan: Plan, rates: _Rates, rows: float) -> float:
 
 
 def _sampled_s(plan: Plan, rates: _Rates, tokens: int, batch: int, ratio: float) -> dict[str, float]:
-    """One sampled layer: codes of the queries, look-ups, and the rows that any head of a group has sampled."""
+    """One sampled layer: finding the keys, and the rows that any head of a group has sampled."""
     shape, keys = plan.shape, plan.indexed_keys(tokens)
     heads, dim, group = batch * shape.heads, shape.head_dim, shape.heads / shape.kv_heads
-    signs = plan.K * plan.L
-    ids = plan.L * keys / (1 << plan.K) * VISIT_SKEW
     union = keys * (1 - (1 - ratio) ** (group**GROUP_POWER))
     gathered = batch * shape.kv_heads * union * row_bytes(dim, plan.row_dtype) / rates.gather
     multiplied = heads * ratio * keys * SAMPLED_MULTIPLY_ADDS * dim / rates.multiply_adds
     near = _exact_rows_s(plan, rates, batch * shape.kv_heads * plan.window_rows) if plan.windows_on_host else 0.0
-    call, hash_call = CALL_OPERATORS * rates.operator_s, HASH_OPERATORS * rates.operator_s
+    find = _FINDING[str(plan.sampler)](plan, rates, keys, heads)
+    return {**find, "attend": CALL_OPERATORS * rates.operator_s + gathered + multiplied + near}
+
+
+def _look_up_s(plan: Plan, rates: _Rates, keys: int, heads: int) -> dict[str, float]:
+    """lsh: codes of the queries, and the buckets that they name."""
+    dim, signs = plan.shape.head_dim, plan.K * plan.L
+    ids = plan.L * keys / (1 << plan.K) * VISIT_SKEW
+    hash_call = HASH_OPERATORS * rates.operator_s
     return {
         "hash": hash_call + dim * signs * 4 / rates.sequential + heads * dim * signs / rates.multiply_adds,
         "retrieve": heads * (plan.L * rates.visit_s + ids * rates.count_s) / rates.threads,
-        "attend": call + gathered + multiplied + near,
     }
+
+
+def _scan_s(plan: Plan, rates: _Rates, keys: int, heads: int) -> dict[str, float]:
+    """rabitq: rotations of the queries, and the signatures of all keys."""
+    dim = plan.shape.head_dim
+    rotated = dim * plan.bits * 4 / rates.sequential + heads * dim * plan.bits / rates.multiply_adds
+    return {"retrieve": rotated + heads * keys * rates.scan_s * plan.bits / SCAN_BITS / rates.threads}
+
+
+_FINDING = {"lsh": _look_up_s, "rabitq": _scan_s}
 
 
 def _operators(plan: Plan, batch: int, sampled: int) -> int:
@@ -170,7 +188,8 @@ def _across_s(
     shape, heads = plan.shape, batch * plan.shape.heads
     rows = batch * shape.kv_heads * max(0, _exact_keys(plan, tokens, sampled))
     dense = rows * row_bytes(shape.head_dim, plan.row_dtype) / up
-    words = heads * (shape.head_dim + plan.L) * 4 / down + heads * (shape.head_dim + 1) * 4 / up
+    codes = plan.L if plan.sampler == "lsh" else 0
+    words = heads * (shape.head_dim + codes) * 4 / down + heads * (shape.head_dim + 1) * 4 / up
     return dense, sampled * (words + COPIES_PER_LAYER * COPY_S), left_out
 
 

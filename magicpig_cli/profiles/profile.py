@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from magicpig_cli.config import DEFAULT_K, DEFAULT_L, DEFAULT_LOCAL, DEFAULT_SINK
+from magicpig_cli.config import AUTO_SAMPLER, DEFAULT_K, DEFAULT_L, DEFAULT_LOCAL, DEFAULT_SINK
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,12 @@ class Profile:
 
     name: str = "built-in"
     match: Match = field(default_factory=Match)
-    sampler: str = "lsh"
-    tables: tuple[TableSize, ...] = (TableSize(DEFAULT_K, DEFAULT_L),)  # by context, ascending
+    sampler: str = AUTO_SAMPLER  # of `--attention auto`: lsh, rabitq, or auto: the better one by what is expected
+    tables: tuple[TableSize, ...] = (TableSize(DEFAULT_K, DEFAULT_L),)  # of lsh, by context, ascending
+    budget: float | None = None  # of rabitq; None here and below = the program's default
+    bits: int | None = None  # of rabitq
+    tail: float | None = None  # share of what is sampled that is drawn uniformly
+    target_error: float | None = None  # of rabitq: by which each head's budget moves; None = it stays
     dense_layers: tuple[int, ...] = (0,)
     sink: int = DEFAULT_SINK
     local: int = DEFAULT_LOCAL

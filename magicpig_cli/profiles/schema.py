@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
-from magicpig_cli.config import MAX_K, MAX_L
+from magicpig_cli.config import MAX_BITS, MAX_K, MAX_L, SAMPLERS
 from magicpig_cli.errors import UsageError
 from magicpig_cli.profiles.profile import BUILT_IN, Match, Profile, TableSize
 from magicpig_cli.units import MAX_SIZE, parse_bytes, parse_tokens
@@ -76,12 +76,25 @@ def _bytes() -> _Kind:
 
 
 def _ratio() -> _Kind:
+    return _number("numbers above 0 up to 1", lambda value: 0 < value <= 1)
+
+
+def _number(allowed: str, fits: Callable[[float], bool]) -> _Kind:
     def read(value: Any, _: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not fits(value):
             raise ValueError
         return float(value)
 
-    return _Kind("numbers above 0 up to 1", read)
+    return _Kind(allowed, read)
+
+
+def _bits() -> _Kind:
+    def read(value: Any, _: str) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 32 <= value <= MAX_BITS or value % 32:
+            raise ValueError
+        return value
+
+    return _Kind(f"multiples of 32 up to {MAX_BITS}", read)
 
 
 def _choice(*values: str) -> _Kind:
@@ -177,8 +190,12 @@ _MATCH_KEYS = {
 }
 _SECTIONS = {
     "attention": {
-        "sampler": _Key("sampler", _choice("lsh")),
+        "sampler": _Key("sampler", _choice(*SAMPLERS, "auto")),
         "tables": _Key("tables", _tables()),
+        "budget": _Key("budget", _ratio()),
+        "bits": _Key("bits", _bits()),
+        "tail": _Key("tail", _number("numbers from 0 to 1", lambda value: 0 <= value <= 1)),
+        "target_error": _Key("target_error", _number("numbers above 0", lambda value: 0 < value < float("inf"))),
         "dense_layers": _Key("dense_layers", _layers()),
         "sink": _Key("sink", _tokens(0, MAX_WINDOW)),
         "local": _Key("local", _tokens(1, MAX_WINDOW)),

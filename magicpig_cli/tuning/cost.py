@@ -14,6 +14,7 @@ from magicpig_cli.engine.recording import ExactStep
 from magicpig_cli.hardware import Speeds
 from magicpig_cli.kernels import row_bytes
 from magicpig_cli.planner import Plan
+from magicpig_cli.planner.times import SCAN_BITS
 from magicpig_cli.tuning.angles import Angles, TableCurve
 
 _FLOAT_BYTES = 4  # of the projections
@@ -58,6 +59,13 @@ class CostModel:
         retrieve_s = heads * look_up_ns * 1e-9 / min(speeds.threads, heads)
         attend_s = self.kv_heads * self._union(curve.ratio(angles)) * self.row_bytes / speeds.gather_bytes_s
         return float(1e3 * (hash_s + retrieve_s + attend_s))
+
+    def signature_layer_ms(self, bits: int, ratio: float) -> float:
+        """One layer sampled by signatures; what it takes beside the work is taken to be that of tables."""
+        heads = self.kv_heads * self.group
+        scan_s = heads * self.offloaded * self.speeds.scan_ns * 1e-9 * bits / SCAN_BITS
+        attend_s = self.kv_heads * self._union(ratio) * self.row_bytes / self.speeds.gather_bytes_s
+        return self.sampled_layer_ms + 1e3 * (scan_s / min(self.speeds.threads, heads) + attend_s)
 
     def _union(self, ratio: float) -> float:
         """Rows that any of a group's heads samples, as if they sampled independently of each other."""

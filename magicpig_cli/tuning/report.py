@@ -12,6 +12,7 @@ from magicpig_cli.engine.engine import Engine
 from magicpig_cli.hardware import Hardware
 from magicpig_cli.profiles import Match, Profile, TableSize
 from magicpig_cli.tuning.search import Candidate
+from magicpig_cli.tuning.signatures import SignatureCandidate
 from magicpig_cli.tuning.tune import Tuned
 from magicpig_cli.tuning.verify import LayerQuality
 from magicpig_cli.units import format_bytes
@@ -43,7 +44,8 @@ def as_json(engine: Engine, tuned: Tuned, profile: str | None) -> dict[str, Any]
             for candidate in (
                 *tuned.verified, *(other for other in tuned.candidates if other.size not in verified)
             )
-        ],
+        ]
+        + [_signatures(candidate) for candidate in tuned.signatures],
         "held_out": {"error": tuned.held_out.error, "ratio": tuned.held_out.ratio},
         "layers": layers(tuned),
         "meta": _meta(engine, tuned, profile),
@@ -65,6 +67,31 @@ def _candidate(tuned: Tuned, candidate: Candidate) -> dict[str, Any]:
         "measured": None if measured is None
         else {"ratio": measured.quality.ratio, "error": measured.quality.error, "ms": measured.ms},
     }  # fmt: skip
+
+
+def _signatures(candidate: SignatureCandidate) -> dict[str, Any]:
+    return {
+        "sampler": "rabitq", "K": None, "L": None,
+        "budget": candidate.budget, "bits": candidate.bits, "tail": candidate.tail,
+        "predicted": {
+            "ratio": candidate.ratio, "error": candidate.error, "ms": candidate.ms,
+            "index_bytes": candidate.index_bytes,
+        },
+        "measured": None, "verified": False, "front": False,
+    }  # fmt: skip
+
+
+def signature_line(tuned: Tuned) -> str:
+    """What the other sampler is predicted to do, at the smallest budget that meets the target if one does."""
+    meeting = [c for c in tuned.signatures if tuned.goal.value(c.error, c.ratio) <= tuned.goal.target]
+    ratio_asked = tuned.goal.error is None
+    best = (meeting[-1] if ratio_asked else meeting[0]) if meeting else tuned.signatures[-1 if not ratio_asked else 0]
+    meets = "meet the target" if meeting else "miss the target"
+    return (
+        f"not measured: --attention rabitq --budget {best.budget:g} is predicted to {meets}: "
+        f"error {best.error:.3f}, {best.ratio:.1%} of the keys, {best.ms:.1f} ms per token, "
+        f"{format_bytes(best.index_bytes)} of index"
+    )
 
 
 def layers(tuned: Tuned) -> list[dict[str, Any]]:
@@ -198,7 +225,7 @@ def verdict(engine: Engine, tuned: Tuned, profile: str | None) -> list[str]:
         if profile
         else (f" -K {chosen.K} -L {chosen.L} --dense-layers {','.join(map(str, chosen.dense_layers)) or 'none'}")
     )
-    return [*lines, f"magicpig chat -m {shlex.quote(engine.settings.model.model)}{named}"]
+    return [*lines, signature_line(tuned), f"magicpig chat -m {shlex.quote(engine.settings.model.model)}{named}"]
 
 
 def _advice(tuned: Tuned) -> str:

@@ -13,12 +13,20 @@ from magicpig_cli.engine.recording import ExactStep
 from magicpig_cli.errors import UsageError
 from magicpig_cli.events import Working
 from magicpig_cli.hardware import Speeds
+from magicpig_cli.planner import Plan
 from magicpig_cli.tuning import kept
 from magicpig_cli.tuning.angles import Angles, measure_angles
 from magicpig_cli.tuning.capture import STEPS, Capture, baseline, capture
 from magicpig_cli.tuning.cost import CostModel
 from magicpig_cli.tuning.grid import Grid
 from magicpig_cli.tuning.search import Candidate, Goal, Search, fitting, pareto
+from magicpig_cli.tuning.signatures import (
+    BUDGETS,
+    SignatureCandidate,
+    SignatureQuality,
+    error_and_ratio,
+    measure_signatures,
+)
 from magicpig_cli.tuning.steps import TIMED_STEPS, sampling_plan, time_steps
 from magicpig_cli.tuning.text import Texts
 from magicpig_cli.tuning.verify import LayerQuality, Quality, Replay
@@ -72,6 +80,7 @@ class Tuned:
     expected_to_meet: bool  # whether the chosen pair met the target on the tuning text, with room for other text
     texts: Texts
     lengths: tuple[int, ...]  # tokens at which queries were taken
+    signatures: tuple[SignatureCandidate, ...]  # the other sampler, predicted for the same layers; never chosen
 
     @property
     def exact_ms(self) -> float:
@@ -99,7 +108,7 @@ def tune(
     layers = _layers_to_sample(engine)
     sizes = fitting(engine.plan, context, goal, grid)
     material = yield from _material(engine, texts.tuning, "reading the text")
-    angles = yield from _measured_angles(material, layers)
+    angles, signatures = yield from _predicted(engine.plan, material, layers)
     yield Working("timing exact steps", 0, 0)
     exact = baseline(engine, material, TIMED_STEPS)
     cost = CostModel.of(engine.plan, speeds, material.offloaded[-1], exact)
@@ -119,6 +128,7 @@ def tune(
         goal, context, chosen, tuple(verified), candidates, tuple(pareto(candidates)), trial.measured,
         trial.calibration(verified), trial.search.measured[chosen.size], Quality.of(held_out.values()), held_out,
         trial.search.meets(chosen), texts, lengths,
+        _signature_candidates(engine.plan, context, signatures, chosen, trial.search.cost),
     )  # fmt: skip
 
 
@@ -161,15 +171,40 @@ def _layers_to_sample(engine: Engine) -> list[int]:
     return layers
 
 
-def _measured_angles(
-    material: Capture, layers: SequenceOf[int]
-) -> Generator[Working | Notice, None, dict[int, list[Angles]]]:
-    """What all predictions are made of, by layer and depth."""
+_Signatures = dict[int, dict[float, SignatureQuality]]
+
+
+def _predicted(
+    plan: Plan, material: Capture, layers: SequenceOf[int]
+) -> Generator[Working | Notice, None, tuple[dict[int, list[Angles]], _Signatures]]:
+    """What all predictions are made of: angles by layer and depth, and signatures by layer and budget."""
     angles: dict[int, list[Angles]] = {}
-    for done, layer in enumerate(layers):
+    signatures: _Signatures = {}
+    for done, number in enumerate(layers):
         yield Working("predicting", done, len(layers))
-        angles[layer] = measure_angles(material, material.layer(layer))
-    return angles
+        layer = material.layer(number)
+        angles[number] = measure_angles(material, layer)
+        signatures[number] = measure_signatures(material, layer, plan.bits, plan.tail_of("rabitq"))
+    return angles, signatures
+
+
+def _signature_candidates(
+    plan: Plan, context: int, signatures: _Signatures, chosen: Candidate, cost: CostModel
+) -> tuple[SignatureCandidate, ...]:
+    """Each budget with the dense layers of the chosen tables."""
+    sampled = [signatures[number] for number in chosen.sampled_layers]
+    signing = replace(plan, mode="rabitq", dense_layers=chosen.dense_layers)
+    exact_ms = cost.base_ms + (plan.shape.layers - len(sampled)) * cost.exact_layer_ms
+    found = []
+    for budget in BUDGETS:
+        error, ratio = error_and_ratio(sampled, budget)
+        ms = exact_ms + len(sampled) * cost.signature_layer_ms(plan.bits, ratio)
+        found.append(
+            SignatureCandidate(
+                budget, plan.bits, plan.tail_of("rabitq"), ratio, error, ms, signing.index_bytes(context)
+            )
+        )  # fmt: skip
+    return tuple(found)
 
 
 def _replayed(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from magicpig_cli.attention.attention import Attention
-from magicpig_cli.attention.base import StepRecorder
+from magicpig_cli.attention.base import Sampler, StepRecorder
 from magicpig_cli.attention.estimator import Floats
 from magicpig_cli.attention.lsh import LshSampler
 from magicpig_cli.cache.blocks import BlockPool
@@ -79,8 +79,12 @@ class Replay:
         self._seeds = [(hash_seed + depth) % (MAX_SEED + 1) for depth in range(len(capture.lengths))]
 
     def run(self, layers: Iterable[int], K: int, L: int) -> Iterator[tuple[int, LayerQuality]]:
-        """Yields each layer with what was measured."""
-        samplers = [LshSampler(K, L, seed, self._plan.threads, self._staging) for seed in self._seeds]
+        """Yields each layer with what was measured of tables."""
+        threads = self._plan.threads
+        yield from self.run_with(layers, [LshSampler(K, L, seed, threads, self._staging) for seed in self._seeds])
+
+    def run_with(self, layers: Iterable[int], samplers: Sequence[Sampler]) -> Iterator[tuple[int, LayerQuality]]:
+        """The same of any samplers, one for each depth."""
         for number in layers:
             layer = self._capture.layer(number)
             depths = [self._steps(layer, depth, sampler) for depth, sampler in enumerate(samplers)]
@@ -88,7 +92,7 @@ class Replay:
                 sampler.forget(number)
             yield number, LayerQuality(*(np.array(figures) for figures in zip(*depths, strict=True)))
 
-    def _steps(self, layer: Layer, depth: int, sampler: LshSampler) -> tuple[list[float], list[int], list[int]]:
+    def _steps(self, layer: Layer, depth: int, sampler: Sampler) -> tuple[list[float], list[int], list[int]]:
         """All steps of one depth: tables over what is offloaded there, then token by token as the engine does."""
         attention = Attention(sampler, layer.rows.dtype, self._plan.threads, self._staging)
         cache, length = self._cache(layer), self._capture.lengths[depth]

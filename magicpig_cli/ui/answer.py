@@ -89,7 +89,7 @@ def show_notices(engine: Engine, *, quiet: bool) -> None:
 
 
 def statistics_line(finished: Finished) -> str:
-    """`1,043 + 120 tokens (900 reused) · TTFT 2.1 s · 14.2 tok/s · p99 81 ms · sampled 4.3%`."""
+    """`1,043 + 120 tokens (900 reused) · TTFT 2.1 s · 14.2 tok/s · p99 81 ms · sampled 4.3%, error about 3.1%`."""
     timing = finished.timing
     reused = f" ({finished.reused_tokens:,} reused)" if finished.reused_tokens else ""
     parts = [f"{finished.prompt_tokens:,} + {len(finished.token_ids):,} tokens{reused}"]
@@ -99,7 +99,8 @@ def statistics_line(finished: Finished) -> str:
         parts.append(f"{1000 / np.mean(timing.tpot_ms):.1f} tok/s")
         parts.append(f"p99 {np.percentile(timing.tpot_ms, 99):.0f} ms")
     ratio = finished.sampled_ratio
-    parts.append("exact attention" if ratio is None else f"sampled {ratio:.1%}")
+    error = "" if finished.error_estimate is None else f", error about {finished.error_estimate:.1%}"
+    parts.append("exact attention" if ratio is None else f"sampled {ratio:.1%}{error}")
     if finished.reason != "stop":
         parts.append({"length": "stopped at the token limit", "interrupted": "interrupted"}[finished.reason])
     return " · ".join(parts)

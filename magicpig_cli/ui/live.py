@@ -53,7 +53,7 @@ def open_view(
 def setup(engine: Engine, slots: int) -> Setup:
     """What the panel says of the model and its plan."""
     plan = engine.plan
-    mode = "exact attention" if plan.mode == "exact" else f"{plan.mode} K={plan.K} L={plan.L}"
+    mode = "exact attention" if plan.sampler is None else plan.title
     layers = tuple(
         "window" if window is not None else "dense" if number in plan.dense_layers else "sampled"
         for number, window in enumerate(engine.shape.layer_windows)

@@ -255,8 +255,9 @@ def _layers(state: LiveState, look: Look) -> list[_Part]:
     return [
         _fixed(0, f"sampled {ratio:.1%}"),
         _Part(1, draw=lambda cells: _layer_cells(state, ratios, top, cells, look), want=min(len(ratios), _MOST_LAYERS)),
-        _fixed(2, f"highest {top:.1%}"),
-        *(_fixed(3, f"{kind[0]} {kind}", "dim") for kind in kinds),
+        _fixed(3, f"highest {top:.1%}"),
+        *([_fixed(2, f"error {error:.1%}")] if (error := state.error_estimate) is not None else []),
+        *(_fixed(4, f"{kind[0]} {kind}", "dim") for kind in kinds),
     ]
 
 

@@ -11,7 +11,17 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from magicpig_cli.events import STAGES, Event, Failed, Finished, PrefillProgress, Requeued, StepStats, TokenEvent
+from magicpig_cli.events import (
+    STAGES,
+    Event,
+    Failed,
+    Finished,
+    PrefillProgress,
+    Requeued,
+    StepStats,
+    TokenEvent,
+    mean_of_roots,
+)
 
 TIMED_STEPS = 512  # percentiles and sparkline
 RECENT_STEPS = 32  # speed, stage shares and sampled ratios
@@ -161,6 +171,15 @@ class LiveState:
         """Σ sampled / Σ offloaded keys of each layer over the recent steps; None where it did not sample."""
         layers = range(len(self.setup.layers))
         return [self._sampled[layer] / self._offloaded[layer] if self._offloaded[layer] else None for layer in layers]
+
+    @property
+    def error_estimate(self) -> float | None:
+        """Relative error of attention over the recent steps: RMS over steps and heads, mean over sampled layers."""
+        by_layer: dict[int, list[float]] = {}
+        for step in self.steps:
+            for layer, square in step.squares.items():
+                by_layer.setdefault(layer, []).append(square)
+        return mean_of_roots(sum(squares) / len(squares) for squares in by_layer.values())
 
     @property
     def sampled_ratio(self) -> float | None:

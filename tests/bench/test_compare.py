@@ -48,14 +48,14 @@ def test_rows_are_matched_by_what_they_measured(tmp_path):
         row("lsh", 32768, steady(60), batch=2),
     ]
     found = compare(earlier, META, new)
-    assert [label(at) for at in found.rows] == ["exact at 8k, batch 1, tiled", "lsh K10 L150 at 32k, batch 1, tiled"]
+    assert [label(at) for at in found.rows] == ["exact at 8k, batch 1, tiled", "lsh K=10 L=150 at 32k, batch 1, tiled"]
     assert [label(at) for at in found.only_new] == [
-        "lsh K9 L150 at 8k, batch 1, tiled", "exact at 32k, batch 1, real", "lsh K10 L150 at 32k, batch 2, tiled",
+        "lsh K=9 L=150 at 8k, batch 1, tiled", "exact at 32k, batch 1, real", "lsh K=10 L=150 at 32k, batch 2, tiled",
     ]  # fmt: skip
     assert [at[:3] for at in found.only_old] == [("lsh", 8192, 1), ("exact", 32768, 1), ("lsh", 32768, 4)]
     notes = "\n".join(found.notes())
-    assert f"only in {tmp_path}/old: lsh K10 L150 at 8k, batch 1, tiled; exact at 32k" in notes
-    assert f"not in {tmp_path}/old: lsh K9 L150 at 8k" in notes
+    assert f"only in {tmp_path}/old: lsh K=10 L=150 at 8k, batch 1, tiled; exact at 32k" in notes
+    assert f"not in {tmp_path}/old: lsh K=9 L=150 at 8k" in notes
 
 
 def test_ratios_are_above_one_where_this_run_is_faster(tmp_path):
@@ -110,7 +110,7 @@ def test_what_differs_is_named(tmp_path):
     found = compare(earlier, meta, [row("lsh", 8192, steady(40, steps=40))])
     assert found.differs == {"commit": ("a" * 40, "b" * 40), "threads": (2, 8)}
     assert found.notes()[:2] == ["commit: aaaaaaaaaa → bbbbbbbbbb", "threads: 2 → 8"]
-    assert "lsh K10 L150 at 8k, batch 1, tiled: gen_tokens 20 → 40" in found.notes()
+    assert "lsh K=10 L=150 at 8k, batch 1, tiled: gen_tokens 20 → 40" in found.notes()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_every_format_carries_the_comparison(tmp_path):
     assert len(body) == 2
     table = as_markdown(results)
     assert "| 32768 | 1 | tiled | lsh | 10 | 150 |" in table
-    assert "- warning: lsh K10 L150 at 32k, batch 1, tiled: it was | noisy" in table
+    assert "- warning: lsh K=10 L=150 at 32k, batch 1, tiled: it was | noisy" in table
     assert {line.count(" | ") for line in table.splitlines() if line.startswith("| ")} == {13, 20}
 
 

@@ -122,7 +122,7 @@ def test_a_context_too_short_to_sample_is_told(bench):
     assert code == 0
     assert "nothing was sampled: so short a context is attended exactly" in row["warnings"]
     assert row["sampled_ratio"]["mean"] is None
-    assert "warning: lsh K10 L150 at 128, batch 1, real: " in err
+    assert "warning: lsh K=10 L=150 at 128, batch 1, real: " in err
 
 
 def test_the_table_on_stdout(bench):
@@ -158,7 +158,7 @@ def test_compare_and_plots(bench, tmp_path):
     code, out, err = bench("--contexts", "512,1k", "--compare", str(old), "--plot", "-", "-q")
     assert code == 0, err
     assert f"compared with {old} of 20" in out
-    assert f"not in {old}: exact at 1k, batch 1, real; lsh K10 L150 at 1k, batch 1, real" in out
+    assert f"not in {old}: exact at 1k, batch 1, real; lsh K=10 L=150 at 1k, batch 1, real" in out
     assert "ms/token, p50" in out
     assert "\x1b" not in out
     code, out, err = bench(
@@ -218,8 +218,8 @@ def broken_at(monkeypatch, context: int, problem: BaseException) -> None:
     whole = measure._measure
 
     def until(engine, request, *others):
-        sequences = next(part for part in others if isinstance(part, list))
-        if sequences[0].length == context - request.gen_tokens:
+        sequences = next(part for part in others if isinstance(part, dict))
+        if sequences["exact"][0].length == context - request.gen_tokens:
             raise problem
         yield from whole(engine, request, *others)
 

@@ -41,10 +41,10 @@ def test_same_index_as_built_afterwards(runner, monkeypatch):
     threads = []
     build = ModelRunner._build_layer
 
-    def spy(self, layer, cache):
+    def spy(self, mode, layer, cache):
         if cache.index is None:  # otherwise it only looks whether something is missing
             threads.append(threading.current_thread() is threading.main_thread())
-        build(self, layer, cache)
+        build(self, mode, layer, cache)
 
     monkeypatch.setattr(ModelRunner, "_build_layer", spy)
     beside, after = runner.new_sequence(), runner.new_sequence()

@@ -15,7 +15,7 @@ from magicpig_cli.kernels.memory import touch
 
 CHUNK, BLOCK_ROWS = 128, 64
 PREFIX, STEPS = 1344, 70  # 1,276 offloaded keys: a segment where they are sampled; steps that move rows to the store
-WAYS = [(mode, rows) for mode in ("exact", "lsh") for rows in ("float32", "bfloat16", "int8")]
+WAYS = [(mode, rows) for mode in ("exact", "lsh", "rabitq") for rows in ("float32", "bfloat16", "int8")]
 
 
 def text(seed: int, count: int) -> list[int]:
@@ -159,7 +159,7 @@ def test_memory_counts_once_what_is_shared(forking, kv_dtype):
     block = made.runner._pool.block_bytes * len(prefix.layers)
     assert prefix.kv_bytes > 15 * block
     assert with_forks["kv_bytes"] <= alone["kv_bytes"] + 5 * 2 * block  # the last block, and the next one
-    tails = sum(layer.index.tail_bytes for layer in prefix.layers if layer.index is not None)
+    tails = sum(layer.index.own_bytes for layer in prefix.layers if layer.index is not None)
     assert 0 < tails < prefix.index_bytes
     assert with_forks["index_bytes"] == alone["index_bytes"] + 5 * tails
     for fork in forks:

@@ -47,9 +47,12 @@ def test_events_of_one_answer_in_order(tiny_engine):
     assert done.reused_tokens == 0
 
 
-@pytest.mark.parametrize("mode", ["exact", "lsh"])
-def test_neighbours_do_not_change_an_answer(tiny_engine, mode):
-    engine = tiny_engine(mode, K=4, L=20)
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [("exact", {}), ("lsh", {}), ("rabitq", {}), ("rabitq", {"target_error": 0.2}), ("lsh", {"tail": 0.5})],
+)
+def test_neighbours_do_not_change_an_answer(tiny_engine, mode, options):
+    engine = tiny_engine(mode, K=4, L=20, **options)
     lengths = (5, 400, 70, 333, 1, 64, 69)
     requests = [ask(engine, str(i), prompt(n, seed=i)) for i, n in enumerate(lengths)]
     alone = {r.key: answers(engine, [r], 1)[r.key] for r in requests}
@@ -59,6 +62,8 @@ def test_neighbours_do_not_change_an_answer(tiny_engine, mode):
             assert together[key].token_ids == finished.token_ids
             assert together[key].sampled == finished.sampled
             assert together[key].offloaded == finished.offloaded
+            assert together[key].error_estimate == finished.error_estimate
+            assert together[key].budget == finished.budget
 
 
 def test_next_request_starts_when_a_slot_is_free(tiny_engine):

@@ -13,13 +13,15 @@ from safetensors import safe_open
 from magicpig_cli import kernels
 from magicpig_cli.cache.saved import SavedCache
 from magicpig_cli.cache.sequence import Sequence
+from magicpig_cli.cache.signatures import joined
 from magicpig_cli.cache.snapshot import file_bytes, require_space, snapshot
 from magicpig_cli.config import AttentionOptions, ModelOptions, Settings
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.errors import MagicpigError
 from tests.tiny import tiny_config
 
-MODES = [("exact", "float32"), ("lsh", "float32"), ("lsh", "bfloat16"), ("lsh", "int8")]
+MODES = [("exact", "float32"), ("lsh", "float32"), ("lsh", "bfloat16"), ("lsh", "int8"),
+         ("rabitq", "float32"), ("rabitq", "int8")]  # fmt: skip
 
 
 @pytest.fixture
@@ -71,17 +73,31 @@ def same(a: Sequence, b: Sequence) -> None:
             assert np.array_equal(x, y)
         assert (mine.index is None) == (other.index is None)
         if mine.index is not None and other.index is not None:
-            assert np.array_equal(mine.index.mean, other.index.mean)
-            assert mine.index.built == other.index.built
-            assert [(s.start, s.n) for s in mine.index.segments] == [(s.start, s.n) for s in other.index.segments]
-            for x, y in zip(mine.index.segments, other.index.segments, strict=True):
-                assert np.array_equal(x.offsets, y.offsets)
-                assert np.array_equal(x.ids, y.ids)
-            tails = [index.sampled_rows().tail for index in (mine.index, other.index)]
-            assert (tails[0] is None) == (tails[1] is None)
-            if tails[0] is not None:
-                assert tails[0].n == tails[1].n
-                assert np.array_equal(tails[0].codes[:, :, : tails[0].n], tails[1].codes[:, :, : tails[1].n])
+            _SAME[mine.index.sampler](mine.index, other.index)
+
+
+def same_tables(mine, other) -> None:
+    assert np.array_equal(mine.mean, other.mean)
+    assert mine.built == other.built
+    assert [(s.start, s.n) for s in mine.segments] == [(s.start, s.n) for s in other.segments]
+    for x, y in zip(mine.segments, other.segments, strict=True):
+        assert np.array_equal(x.offsets, y.offsets)
+        assert np.array_equal(x.ids, y.ids)
+    tails = [index.sampled_rows().tail for index in (mine, other)]
+    assert (tails[0] is None) == (tails[1] is None)
+    if tails[0] is not None:
+        assert tails[0].n == tails[1].n
+        assert np.array_equal(tails[0].codes[:, :, : tails[0].n], tails[1].codes[:, :, : tails[1].n])
+
+
+def same_signatures(mine, other) -> None:
+    assert mine.length == other.length
+    if mine.length:
+        x, y = joined(mine.parts), joined(other.parts)
+        assert all(np.array_equal(getattr(x, part), getattr(y, part)) for part in ("codes", "factors", "means"))
+
+
+_SAME = {"lsh": same_tables, "rabitq": same_signatures}
 
 
 @pytest.mark.parametrize(("mode", "kv_dtype"), MODES)
@@ -183,6 +199,34 @@ def test_what_differs_is_refused_or_made_anew(load, tmp_path):
         assert caught.value.hint
 
 
+def test_another_sampler_only_makes_the_index_anew(load, tmp_path):
+    sequence = read(engine := load("rabitq"), ids_of(1800))
+    engine.save(snapshot(sequence, 1800), tmp_path / "a.cache")
+    prompt = [*sequence.ids, 1]
+
+    def restore(other: Engine) -> tuple[Sequence, str | None]:
+        return other.restore(SavedCache(tmp_path / "a.cache"), prompt)
+
+    for other, words in (
+        (load("lsh"), "sampler lsh here, rabitq in the file"),
+        (load("rabitq", bits=64), "bits 64 here, 128 in the file"),
+        (load("rabitq", hash_seed=3), "hash seed 3 here, 0 in the file"),
+        (load("rabitq", sink=8), "sink 8 here, 4 in the file"),
+    ):
+        restored, why = restore(other)
+        assert why == words
+        assert all(layer.index is None for layer in restored.layers)
+        list(other.runner.prefill(restored, [1]))
+        assert restored.layers[1].index.sampler == other.plan.sampler
+    for options in ({"budget": 0.5}, {"tail": 0.0}, {"target_error": 0.1}):  # of reading, not of the index
+        restored, why = restore(load("rabitq", **options))
+        assert why is None
+        same(restored, sequence)
+    read_as_tables = read(engine := load("lsh"), ids_of(1800))
+    engine.save(snapshot(read_as_tables, 1800), tmp_path / "a.cache")
+    assert restore(load("rabitq"))[1] == "sampler rabitq here, lsh in the file"
+
+
 def test_without_an_index_it_is_built_by_the_next_prompt(load, tmp_path):
     engine = load("lsh")
     sequence = read(engine, ids_of(1800))
@@ -215,7 +259,7 @@ def test_damaged_and_foreign_files_say_what_is_wrong(load, tmp_path):
     refused(whole[: len(whole) // 2], "should have")
     refused(whole + b"x", "should have")
     refused(
-        whole.replace(b'"version":"1"', b'"version":"2"', 1), "newer version of magicpig: format 2, this one reads 1"
+        whole.replace(b'"version":"2"', b'"version":"3"', 1), "newer version of magicpig: format 3, this one reads 2"
     )
     refused(whole.replace(b'"format":"magicpig-cache"', b'"format":"something-else"', 1), "not a cache")
     refused(whole.replace(b'"sink":"4"', b'"sink":"5"', 1), "header does not match its checksum")
@@ -262,7 +306,7 @@ def test_an_index_grown_over_turns_equals_one_built_at_once(load):
         if cache.index is None:
             continue
         grown = cache.index
-        hasher = engine.runner._attention._sampler.hasher(layer, cache.spec.head_dim)
+        hasher = engine.runner._attention()._sampler.hasher(layer, cache.spec.head_dim)
         at_once = type(grown)(hasher, cache.store, 1, mean=grown.mean)
         at_once.extend()
         assert grown.length == at_once.length == cache.store.length

@@ -63,9 +63,9 @@ def test_the_document_is_read_once(engine):
         assert done[key] == [1024, len(request.prompt_ids)]
 
 
-@pytest.mark.parametrize("mode", ["exact", "lsh"])
+@pytest.mark.parametrize("mode", ["exact", "lsh", "rabitq"])
 def test_who_runs_beside_whom_does_not_matter(tiny_engine, mode):
-    engine = tiny_engine(mode, context=2048, K=4, L=20)
+    engine = tiny_engine(mode, context=2048, K=4, L=20, target_error=0.1)
 
     def run(batch_size: int, keys: str, delay: float = 1.0) -> dict[str, tuple[int, ...]]:
         chosen, _ = sharing([request for request in questions(engine) if request.key in keys], 512, 1024)

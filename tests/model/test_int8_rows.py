@@ -22,14 +22,15 @@ def logits_after(runner, ids: list[int], cut: int) -> torch.Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("mode", ["exact", "lsh"])
+@pytest.mark.parametrize("mode", ["exact", "lsh", "rabitq"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family, mode):
-    """K = 1 samples every key but the opposite ones, and all experts are at work: no choice is made that could flip."""
+    """K = 1 samples every key but the opposite ones, a budget of 1 every one, and all experts are at work: no choice is
+    made that could flip."""
     model = tiny_model(family, **({"num_experts_per_tok": 3} if family == "mixtral" else {}))
     (ids,) = prompts(model.config.vocab_size, (500,))
-    wanted = logits_after(make_runner(model, mode, K=1, L=60), ids, cut=440)
-    got = logits_after(make_runner(model, mode, kv_dtype="int8", K=1, L=60), ids, cut=440)
+    wanted = logits_after(make_runner(model, mode, K=1, L=60, budget=1.0), ids, cut=440)
+    got = logits_after(make_runner(model, mode, kv_dtype="int8", K=1, L=60, budget=1.0), ids, cut=440)
     assert not torch.equal(got, wanted)
     assert close_through_int8(got, wanted)
 

@@ -87,7 +87,7 @@ BAD = [
     ("attention: {tables: [{K: 9, L: 120}, {K: 8, L: 9}]}", "attention.tables[0].up_to is missing", "only the last"),
     ("attention: {tables: []}", "attention.tables is [], allowed are lists like", None),
     ("attention: {tables: {K: 9, L: 9}}", "attention.tables is {'K': 9, 'L': 9}, allowed are lists like", None),
-    ("attention: {sampler: lhs}", "attention.sampler is 'lhs', allowed are only lsh", None),
+    ("attention: {sampler: lhs}", "attention.sampler is 'lhs', allowed are lsh and rabitq and auto", None),
     ("attention: {dense_layers: 0}", "attention.dense_layers is 0, allowed are ascending lists", None),
     ("attention: {dense_layers: [16, 0]}", "attention.dense_layers is [16, 0], allowed are ascending lists", None),
     ("attention: {dense_layers: [0, 0]}", "attention.dense_layers is [0, 0], allowed are ascending lists", None),

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from magicpig_cli import hardware
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.index import LshIndex
+from magicpig_cli.cache.signatures import SignatureIndex
 from magicpig_cli.cache.store import RowStore
 from magicpig_cli.config import JOINED_ROWS, TAIL_ROWS, AttentionOptions, Settings
 from magicpig_cli.engine.runner import ModelRunner
-from magicpig_cli.kernels import MAX_SEGMENT_ROWS, Segment
+from magicpig_cli.kernels import MAX_SEGMENT_ROWS, Segment, SignatureBasis
 from magicpig_cli.model.shape import ModelShape, shape_from_config
 from magicpig_cli.planner import Plan, most_segments, plan
 from tests.tiny import tiny_model
@@ -212,7 +213,7 @@ class Grown:
         blocks = [place for place in self.blocks() if (place in theirs) == shared]
         known = {key for other in beside for key in other.segments()}
         segments = [segment.nbytes for key, segment in self.segments().items() if (key in known) == shared]
-        tail = self.index.tail_bytes if self.index and not shared else 0
+        tail = self.index.own_bytes if self.index and not shared else 0
         return len(blocks) * self.pool.block_bytes + sum(segments) + tail
 
 
@@ -262,3 +263,72 @@ def test_most_of_a_long_prefix_is_shared():
         assert chosen.shared_bytes(prefix, prefix + 500) > 0.65 * alone
         assert chosen.shared_bytes(prefix, 2 * prefix) < chosen.shared_bytes(prefix, prefix + 500)  # may be built anew
         assert chosen.shared_bytes(prefix, 2 * prefix) > 0.65 * chosen.kv_bytes(prefix)
+
+
+# --- signatures ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [32, 128])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("turns", [(1200,), (400, 100, 700), (255, 945)])
+def test_bytes_of_signatures(turns, kv_dtype, bits):
+    """However a sequence grew, its index has the bytes that are planned, not one more or less."""
+    model = tiny_model("llama")
+    shape = shape_from_config(model.config)
+    options = AttentionOptions(mode="rabitq", bits=bits, kv_dtype=kv_dtype)
+    chosen = plan(hardware.probe(), shape, Settings(attention=options, threads=1))
+    runner = ModelRunner(model, shape, chosen, torch.device("cpu"), hash_seed=0)
+    sequence = runner.new_sequence()
+    for turn in turns:
+        list(runner.prefill(sequence, torch.arange(turn).remainder(250).tolist()))
+        assert sequence.index_bytes == chosen.index_bytes(sequence.length)
+    for _ in range(300):
+        runner.decode([sequence], [7])
+        # What this step has moved out of the window is signed in the next one.
+        assert sequence.index_bytes == chosen.index_bytes(sequence.length - 1)
+    sequence.truncate(900)
+    assert sequence.index_bytes == chosen.index_bytes(900)
+
+
+def signed_plan() -> Plan:
+    options = AttentionOptions(mode="rabitq", bits=32)
+    return plan(hardware.probe(), LITTLE, Settings(attention=options, threads=1))
+
+
+def signed(tokens: int, index: SignatureIndex | None = None) -> SignatureIndex:
+    """The sampled layer's index of a sequence of LITTLE that was read to so many tokens, after what it had."""
+    store = RowStore(BlockPool(1, 2, "bfloat16", 1024)) if index is None else index._store.fork()
+    fork = SignatureIndex(_BASIS, store, 1) if index is None else index.fork(store)
+    count = signed_plan().offloaded(tokens) - store.length
+    store.append(torch.zeros(1, count, 2, 2, dtype=torch.bfloat16))
+    fork.extend()
+    return fork
+
+
+_BASIS = SignatureBasis(np.ones((32, 2), dtype=np.float32))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(400, 20_000), st.lists(st.integers(1, 5000), max_size=2), st.integers(1, 5000), st.integers(0, 20_000)
+)
+def test_a_fork_shares_the_signatures_that_are_planned(first, longer, question, answer):
+    chosen = signed_plan()
+    lengths, chain = [first], [signed(first)]
+    for more in longer:
+        lengths.append(lengths[-1] + more)
+        chain.append(signed(lengths[-1], chain[-1]))
+    *parents, prefix = lengths
+    tokens = prefix + question + answer
+    blocks = min(chosen.offloaded(prefix), chosen.offloaded(tokens)) // 1024 * 1024
+    rows = 2 * blocks * 2 * 2 * 2  # layers, rows, K and V, values, bytes
+    shared = chosen.shared_bytes(prefix, tokens, parents) - rows
+    fork = signed(prefix + question, chain[-1])
+    fork._store.append(torch.zeros(1, chosen.offloaded(tokens) - fork._store.length, 2, 2, dtype=torch.bfloat16))
+    while fork._store.length - fork.length >= 256:
+        fork.step()
+    own = {id(part): part for part in fork.parts}
+    theirs = {id(part) for part in chain[-1].parts}
+    assert sum(part.nbytes for key, part in own.items() if key in theirs) == shared
+    beside = sum(part.nbytes for key, part in own.items() if key not in theirs)
+    assert beside + shared == chosen.index_bytes(tokens)

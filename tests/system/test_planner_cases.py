@@ -16,8 +16,8 @@ from magicpig_cli.errors import MemoryBudgetError
 from magicpig_cli.hardware import Hardware
 from magicpig_cli.model.shape import ModelShape, shape_from_config
 from magicpig_cli.planner import Plan, plan
-from magicpig_cli.planner.choose import expected_ratio
 from magicpig_cli.planner.memory import device, reserved_host, total
+from magicpig_cli.planner.quality import expected_ratio
 from magicpig_cli.profiles import BUILT_IN, Profile, TableSize
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -104,7 +104,7 @@ def test_what_a_gpu_holds_of_llama():
             "reserve": 1536 * MIB,
             "activations": 2048 * per_token + 2 * 2048 * 32 * 512 * 4 + batch * 2 * 128_256 * 4,
             "hashing": 4096 * 1500 * 13,
-            "hash directions": 30 * 128 * 1500 * 4,
+            "random directions": 30 * 128 * 1500 * 4,
             "windows": batch * 32 * 8 * 132 * 512,
         }
     assert total(device(chosen, chosen.batch_size)) <= chosen.gpu.free_bytes

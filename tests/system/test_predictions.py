@@ -20,7 +20,7 @@ from tests.tiny import tiny_model
 
 GIB = 1 << 30
 SPEEDS = Speeds(
-    threads=8, sequential_bytes_s=40e9, gather_bytes_s=20e9, count_ns=1.0, visit_ns=20.0,
+    threads=8, sequential_bytes_s=40e9, gather_bytes_s=20e9, count_ns=1.0, scan_ns=0.7, visit_ns=20.0,
     product_bytes_s={"float32": 40e9, "bfloat16": 30e9, "int8": 20e9}, operator_us=2.0, prompt_multiply_adds_s=4e11,
 )  # fmt: skip
 MEASURED = replace(DESKTOP, speeds=SPEEDS)
@@ -55,7 +55,7 @@ def test_a_batch_takes_the_sequences_part_so_often_and_the_rest_once():
     single, several = ({part.name: part.bytes for part in found.host} for found in (one, four))
     for name in ("keys and values", "index", "windows"):
         assert several[name] == 4 * single[name]
-    for name in ("weights", "program", "hash directions"):
+    for name in ("weights", "program", "random directions"):
         assert several[name] == single[name]
     assert one.host_bytes == sum(single.values())
 

@@ -24,7 +24,7 @@ MACHINE = hardware.Hardware(
 )  # fmt: skip
 CARD = Gpu(0, "NVIDIA L20", 48 << 30, 40 << 30, 4, 16)
 FOUND = Speeds(
-    threads=8, sequential_bytes_s=40e9, gather_bytes_s=25e9, count_ns=1.1, operator_us=3.0, visit_ns=20.0,
+    threads=8, sequential_bytes_s=40e9, gather_bytes_s=25e9, count_ns=1.1, scan_ns=0.7, operator_us=3.0, visit_ns=20.0,
     product_bytes_s={"float32": 30e9, "bfloat16": 16e9, "int8": 21e9}, prompt_multiply_adds_s=1e11,
     buffer_bytes=1 << 30, cache_bytes=64 << 20,
 )  # fmt: skip

@@ -16,6 +16,7 @@ from magicpig_cli.tuning import report
 from magicpig_cli.tuning import tune as tuning
 from magicpig_cli.tuning.grid import parse_grid
 from magicpig_cli.tuning.search import Goal
+from magicpig_cli.tuning.signatures import BUDGETS
 from magicpig_cli.tuning.text import split_text
 from magicpig_cli.tuning.tune import Notice, Tuned, key_of, tune
 from tests import tolerances
@@ -130,9 +131,20 @@ def test_documents(engine):
     assert {"model", "context", "target", "met", "calibration", "chosen", "candidates", "held_out"} <= set(document)
     assert {"sampler", "K", "L", "dense_layers", "sink", "local", "predicted", "measured"} <= set(document["chosen"])
     assert set(document["held_out"]) == {"error", "ratio"}
-    assert len(document["candidates"]) == len(GRID.sizes)
+    tables = [c for c in document["candidates"] if c["sampler"] == "lsh"]
+    assert len(tables) == len(GRID.sizes)
+    signatures = document["candidates"][len(tables) :]
+    assert [c["budget"] for c in signatures] == list(BUDGETS)
+    assert [c["predicted"]["error"] for c in signatures] == sorted(
+        (c["predicted"]["error"] for c in signatures), reverse=True
+    )
+    assert {c["measured"] for c in signatures} == {None}
+    line = report.signature_line(tuned)
+    assert "--attention rabitq --budget" in line
+    assert line in report.verdict(engine, tuned, None)
     assert sum(c["verified"] for c in document["candidates"]) == 3
     for c in document["candidates"]:
+        assert c["sampler"] in ("lsh", "rabitq")
         assert set(c["predicted"]) == {"ratio", "error", "ms", "index_bytes"}
         assert c["measured"] is None or set(c["measured"]) == {"ratio", "error", "ms"}
         assert not c["verified"] or c["measured"] is not None

@@ -1,4 +1,7 @@
-"""The line below the prompt: model, context, K and L, sampled share, speed, memory. What has no room is left out."""
+"""The line below the prompt: model, context, K and L or the budget, sampled share, speed, memory.
+
+What has no room is left out.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,10 @@ def parts(chat: Chat) -> list[tuple[int, str]]:
     """(rank, text) of each part in their order; 0 stays longest."""
     engine, last = chat.engine, chat.totals.last
     used, total = chat.used_tokens, engine.context
-    plan = engine.plan
     memory = engine.memory()
     name = printable(engine.model_name).replace("\n", " ")
     made = [(2, name), (0, f"context {used:,}/{total:,} ({used / total:.0%})")]
-    made.append((3, "exact" if plan.mode == "exact" else f"{plan.mode} K={plan.K} L={plan.L}"))
+    made.append((3, engine.plan.title))
     if last is not None and last.sampled_ratio is not None:
         made.append((4, f"sampled {last.sampled_ratio:.1%}"))
     if chat.totals.tok_s is not None:

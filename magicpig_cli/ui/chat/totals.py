@@ -76,7 +76,15 @@ def _answer_lines(title: str, finished: Finished) -> list[str]:
         f"{len(finished.token_ids):,} generated, seed {finished.seed}",
         f"  TTFT     {format_seconds(timing.ttft_s)}" if finished.token_ids else "  TTFT     none: it was interrupted",
         *_speed_lines(timing.tpot_ms),
+        *_estimate_lines(finished),
     ]
+
+
+def _estimate_lines(finished: Finished) -> list[str]:
+    if finished.error_estimate is None:
+        return []
+    budget = "" if finished.budget is None else f", with a budget of {finished.budget:.2%} of the keys on average"
+    return [f"  error    about {finished.error_estimate:.1%} of attention outputs, as estimated{budget}"]
 
 
 def _speed_lines(tpot_ms: tuple[float, ...] | deque[float]) -> list[str]:

@@ -1,0 +1,274 @@
+/* Signatures of keys (RaBitQ): signs of projections, packed by nibbles, and the scores that a query gives them.
+ *
+ * Keys come in cells of 256 with one mean, and in groups of 32 whose bits stand side by side: for each nibble of the
+ * signature 16 bytes, byte i with the nibble of key i in its low half and that of key 16 + i in its high half. So one
+ * shuffle looks up a nibble of 16 keys (`nibble_sums` of each tier), and a shift by four finds the other 16. */
+#pragma once
+#include "logits.h"
+
+#define CELL_ROWS 256
+#define GROUP_ROWS 32
+#define MOST_BITS 512
+#define MOST_NIBBLE 31 /* in a look-up table: eight of them fit in a byte */
+#define TOP_SCORE 32767
+#define SUBSET_ROWS 2048 /* that the threshold is taken from, and how many are expected above it: at least */
+#define EXPECTED_ROWS 32
+#define Z_LOW (-11.0f) /* of the table of −ln Φ, as in magicpig_cli/kernels/signature_shape.py */
+#define Z_HIGH 7.0f
+
+/* --- keys → signatures --- */
+
+static inline float bf16_to_float(uint16_t upper) {
+    uint32_t bits = (uint32_t)upper << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline uint16_t float_to_bf16(float x) { /* to nearest even; what is not finite becomes 0 */
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7f800000u) == 0x7f800000u) return 0;
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static inline void widen_row(row_t row, int D, int type, float *out) {
+    if (type == FLOAT32) memcpy(out, row, sizeof(float) * (size_t)D);
+    else if (type == BFLOAT16)
+        for (int d = 0; d < D; d++) {
+            uint16_t upper;
+            memcpy(&upper, row + 2 * d, 2);
+            out[d] = bf16_to_float(upper);
+        }
+    else {
+        const float scale = scale_at(row, D);
+        for (int d = 0; d < D; d++) out[d] = scale * (float)((const int8_t *)row)[d];
+    }
+}
+
+/* Mean of CELL_ROWS keys [row][D] as bfloat16, by sums in the order of rows. */
+static inline void cell_mean(const float *keys, int D, double *sums, uint16_t *mean) {
+    for (int d = 0; d < D; d++) sums[d] = 0;
+    for (int r = 0; r < CELL_ROWS; r++)
+        for (int d = 0; d < D; d++) sums[d] += (double)keys[(int64_t)r * D + d];
+    for (int d = 0; d < D; d++) mean[d] = float_to_bf16((float)(sums[d] / CELL_ROWS));
+}
+
+/* float32 [bits, D] → [bits/4][D][4]: what four projections take of a dimension stands side by side. */
+static inline void pack_basis_rows(const float *matrix, int bits, int D, float *out) {
+    for (int bit = 0; bit < bits; bit++)
+        for (int d = 0; d < D; d++) out[((int64_t)(bit / 4) * D + d) * 4 + bit % 4] = matrix[(int64_t)bit * D + d];
+}
+
+/* Projections of 2·VW vectors, x[d·stride + lane], by a panel [D][4]; summed over d in order. */
+static INLINE void project_four(const float *x, int64_t stride, const float *panel, int D, vf sums[4][2]) {
+    UNROLL for (int k = 0; k < 4; k++) sums[k][0] = sums[k][1] = vf_set1(0);
+    for (int d = 0; d < D; d++) {
+        const vf a = vf_load(x + d * stride), b = vf_load(x + d * stride + VW);
+        UNROLL for (int k = 0; k < 4; k++) {
+            const vf factor = vf_set1(panel[4 * d + k]);
+            sums[k][0] = vf_fma(factor, a, sums[k][0]);
+            sums[k][1] = vf_fma(factor, b, sums[k][1]);
+        }
+    }
+}
+
+/* out[bit][2·VW] of x [D][2·VW] */
+static OUTLINE void project_vectors(const float *x, const float *panels, int D, int nibbles, float *out) {
+    for (int j = 0; j < nibbles; j++) {
+        vf sums[4][2];
+        project_four(x, CHUNK, panels + (int64_t)j * D * 4, D, sums);
+        UNROLL for (int k = 0; k < 4; k++) {
+            vf_store(out + (4 * j + k) * CHUNK, sums[k][0]);
+            vf_store(out + (4 * j + k) * CHUNK + VW, sums[k][1]);
+        }
+    }
+}
+
+static INLINE vf vf_size(vf x) { return vf_gt(x, vf_set1(0), x, vf_sub(vf_set1(0), x)); }
+
+/* Signs of the projections of GROUP_ROWS vectors x [D][GROUP_ROWS] as codes [nibbles][16], and Σ|projection| of each. */
+static OUTLINE void sign_group(const float *x, const float *panels, int D, int nibbles, uint8_t *codes, float *sizes) {
+    uint8_t nibble[MOST_BITS / 4][GROUP_ROWS];
+    for (int first = 0; first < GROUP_ROWS; first += CHUNK) {
+        vf size[2] = {vf_set1(0), vf_set1(0)};
+        for (int j = 0; j < nibbles; j++) {
+            vf sums[4][2];
+            uint32_t bits[CHUNK] = {0};
+            project_four(x + first, GROUP_ROWS, panels + (int64_t)j * D * 4, D, sums);
+            UNROLL for (int k = 0; k < 4; k++)
+                UNROLL for (int half = 0; half < 2; half++) {
+                    size[half] = vf_add(size[half], vf_size(sums[k][half]));
+                    vf_or_gt(bits + half * VW, sums[k][half], vf_set1(0), k);
+                }
+            for (int i = 0; i < CHUNK; i++) nibble[j][first + i] = (uint8_t)bits[i];
+        }
+        vf_store(sizes + first, size[0]);
+        vf_store(sizes + first + VW, size[1]);
+    }
+    for (int j = 0; j < nibbles; j++)
+        for (int i = 0; i < 16; i++) codes[16 * j + i] = (uint8_t)(nibble[j][i] | nibble[j][16 + i] << 4);
+}
+
+/* Signatures of a cell of keys [CELL_ROWS][D] with this mean. x: room for [D][GROUP_ROWS]. */
+static OUTLINE void sign_cell(const float *keys, const uint16_t *mean, const float *panels, int D, int nibbles,
+        float *x, uint8_t *codes, uint16_t *factors) {
+    for (int first = 0; first < CELL_ROWS; first += GROUP_ROWS) {
+        float sizes[GROUP_ROWS], squares[GROUP_ROWS] = {0};
+        for (int r = 0; r < GROUP_ROWS; r++)
+            for (int d = 0; d < D; d++)
+                x[d * GROUP_ROWS + r] = keys[(int64_t)(first + r) * D + d] - bf16_to_float(mean[d]);
+        for (int d = 0; d < D; d++)
+            for (int r = 0; r < GROUP_ROWS; r++) squares[r] += x[d * GROUP_ROWS + r] * x[d * GROUP_ROWS + r];
+        sign_group(x, panels, D, nibbles, codes + (int64_t)first / GROUP_ROWS * nibbles * 16, sizes);
+        for (int r = 0; r < GROUP_ROWS; r++) factors[first + r] = sizes[r] > 0 ? float_to_bf16(squares[r] / sizes[r]) : 0;
+    }
+}
+
+/* --- query → scores --- */
+
+typedef struct { /* what a query head makes of signatures */
+    float step, offset; /* ⟨b, P·q⟩ is step·Σ table[j][nibble j of b] + offset, about */
+    float noise;        /* variance of that, by rounding */
+    float unit;         /* of a score, in logits */
+    float norm;         /* |q|², q times the scale */
+    float tau;          /* threshold, in logits; infinite: none */
+    float rate;         /* of the uniform tail; 1: everything is taken */
+} signed_t;
+
+/* projected[bit·stride] → table [nibbles][16] */
+static inline void look_up_tables(const float *projected, int64_t stride, int nibbles, uint8_t *table, signed_t *head) {
+    float p[MOST_BITS], half[MOST_BITS / 4], most = 0, sum = 0;
+    for (int bit = 0; bit < 4 * nibbles; bit++) {
+        p[bit] = projected[bit * stride];
+        if (!isfinite(p[bit])) p[bit] = 0;
+    }
+    for (int j = 0; j < nibbles; j++) {
+        half[j] = fabsf(p[4 * j]) + fabsf(p[4 * j + 1]) + fabsf(p[4 * j + 2]) + fabsf(p[4 * j + 3]);
+        most = half[j] > most ? half[j] : most;
+        sum += half[j];
+    }
+    const float per_unit = most > 0 ? MOST_NIBBLE / (2 * most) : 0;
+    for (int j = 0; j < nibbles; j++)
+        for (int c = 0; c < 16; c++) {
+            float entry = half[j];
+            for (int k = 0; k < 4; k++) entry += c >> k & 1 ? p[4 * j + k] : -p[4 * j + k];
+            entry = entry * per_unit + 0.5f;
+            table[16 * j + c] = (uint8_t)(entry < MOST_NIBBLE ? entry : MOST_NIBBLE);
+        }
+    head->step = 2 * most / MOST_NIBBLE, head->offset = -sum;
+    head->noise = (float)nibbles * head->step * head->step / 12;
+}
+
+static inline float largest_size(const float *x, int64_t n) {
+    float most = 0;
+    for (int64_t i = 0; i < n; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
+    return most;
+}
+
+static inline uint16_t largest_factor(const uint16_t *factors, uint16_t most) { /* positive: ordered like their bits */
+    for (int i = 0; i < CELL_ROWS; i++) most = factors[i] > most ? factors[i] : most;
+    return most;
+}
+
+/* The unit in which no score exceeds TOP_SCORE. */
+static inline float score_unit(const signed_t *head, int nibbles, float of_means, float factor) {
+    float most = of_means + factor * ((float)nibbles * head->step / 2 - head->offset);
+    return most > 0 && isfinite(most) ? most / TOP_SCORE : 1;
+}
+
+/* Scores of a cell for up to four heads: tables [heads] `bytes` apart, of_means[h·cells], out[h·stride + row]. */
+static INLINE void score_heads(const uint8_t *codes, const uint16_t *factors, int nibbles, const uint8_t *tables,
+        const signed_t *head, const float *of_means, int64_t cells, int heads, int16_t *out, int64_t stride) {
+    const int64_t bytes = (int64_t)nibbles * 16;
+    vf step[4], offset[4], mean[4];
+    UNROLL for (int h = 0; h < heads; h++) {
+        step[h] = vf_set1(head[h].step / head[h].unit), offset[h] = vf_set1(head[h].offset / head[h].unit);
+        mean[h] = vf_set1(of_means[h * cells] / head[h].unit);
+    }
+    for (int first = 0; first < CELL_ROWS; first += GROUP_ROWS, codes += bytes) {
+        uint16_t sums[4 * GROUP_ROWS];
+        nibble_sums(codes, nibbles, tables, bytes, heads, sums);
+        for (int r = 0; r < GROUP_ROWS; r += CHUNK) {
+            const vf fa = vf_widen_bf16(factors + first + r), fb = vf_widen_bf16(factors + first + r + VW);
+            UNROLL for (int h = 0; h < heads; h++) {
+                vf a = vf_fma(vf_load_u16(sums + h * GROUP_ROWS + r), step[h], offset[h]);
+                vf b = vf_fma(vf_load_u16(sums + h * GROUP_ROWS + r + VW), step[h], offset[h]);
+                vf_store_i16(out + h * stride + first + r, vf_fma(a, fa, mean[h]), vf_fma(b, fb, mean[h]));
+            }
+        }
+    }
+}
+
+static OUTLINE void score_cell(const uint8_t *codes, const uint16_t *factors, int nibbles, const uint8_t *tables,
+        const signed_t *head, const float *of_means, int64_t cells, int heads, int16_t *out, int64_t stride) {
+#define SCORE(H) score_heads(codes, factors, nibbles, tables, head, of_means, cells, H, out, stride)
+    if (heads == 4) SCORE(4);
+    else if (heads == 3) SCORE(3);
+    else if (heads == 2) SCORE(2);
+    else SCORE(1);
+#undef SCORE
+}
+
+static inline int64_t scores_at_least(const int16_t *scores, int64_t n, int16_t bound) {
+    int64_t count = 0;
+    for (int64_t first = 0; first < n; first += 8192) { /* counted in 16 bits within */
+        const int64_t last = first + 8192 < n ? first + 8192 : n;
+        int16_t here = 0;
+        for (int64_t i = first; i < last; i++) here += scores[i] >= bound;
+        count += here;
+    }
+    return count;
+}
+
+/* The score that a share of the rows reaches, taken from every so-manieth of them. TOP_SCORE + 1: none is to be taken;
+ * −TOP_SCORE − 1: all. subset: room for n scores. */
+static inline int score_bound(const int16_t *scores, int64_t n, double share, int16_t *subset) {
+    if (share <= 0 || n == 0) return TOP_SCORE + 1;
+    const double wanted = ceil(EXPECTED_ROWS / share);
+    const int64_t rows = wanted > SUBSET_ROWS ? wanted < (double)n ? (int64_t)wanted : n : SUBSET_ROWS;
+    const int64_t stride = n / rows > 1 ? n / rows : 1;
+    int64_t size = 0, count;
+    for (int64_t r = 0; r < n; r += stride) subset[size++] = scores[r];
+    count = (int64_t)floor(share * (double)size + 0.5);
+    if (count >= size) return -TOP_SCORE - 1;
+    if (count < 1) count = 1;
+    int low = -TOP_SCORE - 1, high = TOP_SCORE + 1; /* reached by `count`; not reached by so many */
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (scores_at_least(subset, size, (int16_t)middle) >= count) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+/* bits [n/64] |= scores that reach the bound. */
+static OUTLINE void take_scores(const int16_t *scores, int64_t n, int bound, uint64_t *bits) {
+    if (bound > TOP_SCORE) return;
+    for (int64_t word = 0; word < n / 64; word++)
+        bits[word] |= bound < -TOP_SCORE ? ~(uint64_t)0 : scores_reach(scores + 64 * word, (int16_t)bound);
+}
+
+/* --- weights of sampled rows --- */
+
+/* Per key −ln u, from the table over z = (s − τ) / σ with `cells` uniform cells: dots = q·k without the scale, squares =
+ * |k − μ|², means = q·μ with the scale, factors as stored. bits and share: B and c of EVIDENCE.md. */
+static inline void signature_weights(const float *dots, const float *squares, const float *means, const float *factors,
+        int n, const signed_t *head, float scale, int D, int bits, float share, const float *table, int cells,
+        float *out) {
+    const float per_dimension = 1 / (float)(D > 1 ? D - 1 : 1);
+    const vf zero = vf_set1(0), per_z = vf_set1((float)cells / (Z_HIGH - Z_LOW));
+    for (int r = 0; r < n; r += VW) {
+        const vf s = vf_mul(vf_load(dots + r), vf_set1(scale)), x2 = vf_load(squares + r), f = vf_load(factors + r);
+        const vf along = vf_sub(s, vf_load(means + r)), f2 = vf_mul(f, f);
+        const vf part = vf_gt(x2, zero, vf_div(vf_mul(along, along), x2), zero);
+        const vf across = vf_sub(vf_set1(head->norm), part);
+        const vf free = vf_sub(vf_mul(vf_set1((float)bits), f2), vf_mul(vf_set1(share), x2));
+        vf variance = vf_mul(vf_mul(vf_gt(across, zero, across, zero), vf_gt(free, zero, free, zero)),
+                             vf_set1(per_dimension));
+        variance = vf_add(vf_fma(vf_set1(head->noise), f2, variance), vf_set1(head->unit * head->unit / 12));
+        const vf z = vf_clamp(vf_div(vf_sub(s, vf_set1(head->tau)), vf_sqrt(variance)), Z_LOW, Z_HIGH);
+        vf_store(out + r, vf_mul(vf_sub(z, vf_set1(Z_LOW)), per_z));
+    }
+    read_table(out, n, table, cells);
+}

@@ -1,0 +1,122 @@
+"""Attention of decode steps sampled by signatures (DESIGN.md, "The estimator"; RaBitQ, Gao & Long, SIGMOD 2024).
+
+A key is taken if the logit that its signature estimates is above a threshold, which lets a share of the keys through,
+the budget; besides, every key is taken with a small probability. What is taken weighs −ln of how likely that was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+
+from magicpig_cli import kernels
+from magicpig_cli.attention.base import Estimate, LogitRule, StepRecorder, as_estimate
+from magicpig_cli.attention.estimator import log_normal_table
+from magicpig_cli.cache.base import Index, IndexReader
+from magicpig_cli.cache.layer import LayerCache, Run
+from magicpig_cli.cache.signatures import SavedSignatures, SignatureIndex
+from magicpig_cli.cache.staging import Staging
+from magicpig_cli.cache.store import as_array
+from magicpig_cli.config import BUDGET_RANGE
+
+_STREAM = 1  # of the counter; 0 draws the directions of hash tables
+# By --target-error: a head whose estimated error is above the target reads twice as much in the next step; one that is
+# below half of it reads 0.7 times as much, where the error, which goes with 1 / budget, is still below. In between a
+# budget stays.
+RAISE, LOWER, LOWER_BELOW = 2.0, 0.5**0.5, 0.5
+
+
+def random_rotation(generator: np.random.Generator, head_dim: int) -> np.ndarray:
+    """A random orthogonal matrix, float64 [D, D], uniform over all (Haar).
+
+    Gram–Schmidt of Gaussian rows, each row made orthogonal twice: QR with a positive diagonal, which makes it uniform.
+    Sums are NumPy's and not BLAS's, whose last bits depend on the number of threads.
+    """
+    rows: np.ndarray = generator.standard_normal((head_dim, head_dim))
+    for i in range(head_dim):
+        row, before = rows[i], rows[:i]
+        for _ in range(2):
+            row = row - ((before * row).sum(axis=1)[:, None] * before).sum(axis=0)
+        rows[i] = row / np.sqrt((row * row).sum())
+    return rows
+
+
+def signature_directions(hash_seed: int, layer: int, head_dim: int, bits: int) -> np.ndarray:
+    """float32 [bits, D]: the first rows of random rotations, one below the other; of (hash_seed, layer) alone."""
+    generator = np.random.Generator(np.random.Philox(key=hash_seed, counter=[0, 0, _STREAM, layer]))
+    rotations = [random_rotation(generator, head_dim) for _ in range(-(-bits // head_dim))]
+    return np.ascontiguousarray(np.concatenate(rotations)[:bits].astype(np.float32))
+
+
+def next_budgets(budgets: np.ndarray, error: np.ndarray, target: float) -> np.ndarray:
+    """Budgets float32 [H] of the next step, from those of this one and its estimated errors [H]."""
+    factor = np.where(error > target, RAISE, np.where(error < LOWER_BELOW * target, LOWER, 1.0))
+    moved: np.ndarray = np.clip(budgets * factor, *BUDGET_RANGE).astype(np.float32)
+    return moved
+
+
+class RabitqSampler:
+    """Directions of all sampled layers, and how much is read: `budget`, or what `target_error` makes of it.
+
+    tail: share of the budget that is drawn uniformly.
+    """
+
+    name = "rabitq"
+
+    def __init__(
+        self, *, budget: float, tail: float, bits: int, target_error: float | None, hash_seed: int, threads: int,
+        staging: Staging,
+    ) -> None:  # fmt: skip
+        self.budget, self.tail, self.bits, self.target_error = budget, tail, bits, target_error
+        self._hash_seed, self._threads, self._staging = hash_seed, threads, staging
+        self._weights = log_normal_table()
+        self._bases: dict[int, kernels.SignatureBasis] = {}
+
+    def basis(self, layer: int, head_dim: int) -> kernels.SignatureBasis:
+        if layer not in self._bases:
+            matrix = signature_directions(self._hash_seed, layer, head_dim, self.bits)
+            self._bases[layer] = kernels.SignatureBasis(matrix)
+        return self._bases[layer]
+
+    def forget(self, layer: int) -> None:
+        self._bases.pop(layer, None)
+
+    def new_index(self, layer: int, cache: LayerCache) -> SignatureIndex:
+        return SignatureIndex(self.basis(layer, cache.spec.head_dim), cache.store, self._threads)
+
+    def restored(self, layer: int, cache: LayerCache, saved: IndexReader) -> SignatureIndex:
+        spec = cache.spec
+        signatures = SavedSignatures.read(saved, spec.kv_heads, spec.head_dim, self.bits)
+        return SignatureIndex.restored(signatures, self.basis(layer, spec.head_dim), cache.store, self._threads)
+
+    def learn(self, index: Index, error: np.ndarray) -> None:
+        if self.target_error is not None:
+            assert isinstance(index, SignatureIndex)
+            index.budgets = next_budgets(self._budgets(index, len(error)), error, self.target_error)
+
+    def _budgets(self, index: SignatureIndex, heads: int) -> np.ndarray:
+        """float32 [H] of a sequence's next step: they belong to its index, so neighbours in a batch do not matter."""
+        if index.budgets is None:
+            return np.full(heads, self.budget, dtype=np.float32)
+        return index.budgets
+
+    def attend(
+        self, layer: int, q: torch.Tensor, caches: list[LayerCache], rule: LogitRule, record: StepRecorder,
+        exact: list[list[Run]] | None = None, sampled: SequenceOf[bool] | None = None,
+    ) -> Estimate:  # fmt: skip
+        groups, budgets = [], np.full(q.shape[:2], self.budget, dtype=np.float32)
+        for b, cache in enumerate(caches):
+            if sampled is None or sampled[b]:
+                assert isinstance(cache.index, SignatureIndex), "sampling needs an index"
+                groups.append(cache.index.signed_rows)
+                budgets[b] = self._budgets(cache.index, q.shape[1])
+            else:
+                groups.append(kernels.SignedRows(cache.store.table, ()))
+        done = kernels.rabitq_attend(
+            as_array(self._staging.to_host(q)), self.basis(layer, q.shape[-1]), groups, self._weights, budget=budgets,
+            tail=self.tail, key=(self._hash_seed, layer), scale=rule.scale, softcap=rule.softcap,
+            threads=self._threads, exact=exact,
+        )  # fmt: skip
+        return as_estimate(done, record, self._staging, budgets)

@@ -1,0 +1,116 @@
+"""Attention estimated from rows that their signatures sample (RaBitQ; EVIDENCE.md, "The signature sampler").
+
+Per query head, a row is taken where its score, the estimate ŝ of its logit s by the bits alone, reaches the threshold
+τ, the upper quantile (budget − r)/(1 − r) of the scores of a strided subset; and, independently, with probability
+r = tail·budget. So a share `budget` of the rows is expected. The estimate has the standard deviation σ over rotations:
+
+    σ² = (|q|² − (q·x)²/|x|²) · (B·f² − c·|x|²) / (D − 1) + rounding,    q times scale, x = k − μ, c: `rotation_share`
+
+so a row is taken with probability π = 1 − (1−u)(1−r), u = Φ((s−τ)/σ), and its logit becomes s − ln π. Rounding is that
+of the look-up tables, f²·(B/4)·step²/12, and of the scores, unit²/12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from magicpig_cli.kernels import isa
+from magicpig_cli.kernels.attend import Run, Sampled, as_sampled, want_matching, want_runs, want_tail
+from magicpig_cli.kernels.checks import want_array, want_int, want_queries, want_scale
+from magicpig_cli.kernels.signature import SignatureBasis, SignedRows
+
+
+def rabitq_attend(
+    q: np.ndarray,
+    basis: SignatureBasis,
+    groups: Sequence[SignedRows],
+    weights: np.ndarray,
+    *,
+    budget: np.ndarray,
+    tail: float,
+    key: tuple[int, int],
+    scale: float,
+    softcap: float | None = None,
+    threads: int,
+    exact: Sequence[Sequence[Run]] | None = None,
+    with_error: bool = True,
+) -> Sampled:
+    """Attention of q float32 [B, H, D] estimated from a share `budget` float32 [B, H] of the rows, in (0, 1] each.
+
+    weights: −ln Φ(z) float32 [cells + 1] over uniform cells of z from Z_LOW to Z_HIGH (`estimator.log_normal_table`).
+    tail: share of the budget that goes to the uniform tail; key: (hash seed, layer), which with kv head and row number
+    determine its draw. exact: for each sequence runs of other rows, which are attended exactly and merged with the
+    estimate. A budget of 1, or a threshold below all scores, takes every row with π = 1. Angle and scores are those of
+    scale·q·k also where a soft cap bounds the logit. with_error: also estimate the error, which takes time.
+    """
+    want_array("weights", weights, np.float32, "cells + 1", (None,))
+    if weights.shape[0] < 2:
+        raise ValueError(f"weights: want at least 2 entries, got {weights.shape[0]}")
+    want_scale(scale, softcap)
+    rates, shares = _want_budget(q, budget, tail, key)
+    _want_signed(q, basis, groups, threads)
+    runs = [()] * len(groups) if exact is None else exact
+    want_runs(q, runs, [group.table for group in groups])
+    found = isa.backend().rabitq_attend(
+        q, basis.packed(), basis.share, groups, weights, rates, shares, key, scale, softcap or 0.0, threads, runs,
+        with_error,
+    )  # fmt: skip
+    return as_sampled(found, with_error)
+
+
+def rabitq_sample(
+    q: np.ndarray,
+    basis: SignatureBasis,
+    groups: Sequence[SignedRows],
+    *,
+    budget: np.ndarray,
+    tail: float,
+    key: tuple[int, int],
+    scale: float,
+    threads: int = 1,
+) -> list[list[np.ndarray]]:
+    """The rows that `rabitq_attend` samples, for every sequence and query head: int64, ascending."""
+    want_scale(scale, None)
+    rates, shares = _want_budget(q, budget, tail, key)
+    _want_signed(q, basis, groups, threads)
+    rows: list[list[np.ndarray]] = isa.backend().rabitq_sample(
+        q, basis.packed(), basis.share, groups, rates, shares, key, scale, threads
+    )
+    return rows
+
+
+def rabitq_scores(
+    q: np.ndarray, basis: SignatureBasis, groups: Sequence[SignedRows], *, scale: float, threads: int = 1
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Scores int16 [H, n] of the rows of every sequence, and their units float32 [B, H]: ŝ is score · unit, about."""
+    want_scale(scale, None)
+    _want_signed(q, basis, groups, threads)
+    scores, units = isa.backend().rabitq_scores(q, basis.packed(), groups, scale, threads)
+    return scores, units
+
+
+def _want_budget(q: np.ndarray, budget: np.ndarray, tail: float, key: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Rates of the uniform tail, and the shares that thresholds take: float64 [B, H]."""
+    want_queries(q, None, None)
+    want_array("budget", budget, np.float32, "B, H", q.shape[:2])
+    if budget.size and not (budget.min() > 0 and budget.max() <= 1):
+        raise ValueError(f"budget: want more than 0, at most 1, got {budget.min()} to {budget.max()}")
+    want_tail("tail", tail, key)
+    wanted = budget.astype(np.float64)
+    rates = np.where(wanted < 1, tail * wanted, 1.0)
+    with np.errstate(invalid="ignore"):
+        shares = np.where(wanted < 1, (wanted - rates) / (1 - rates), 1.0)
+    return rates, shares
+
+
+def _want_signed(q: np.ndarray, basis: SignatureBasis, groups: Sequence[SignedRows], threads: int) -> None:
+    want_queries(q, None, basis.head_dim)
+    want_int("threads", threads, 1)
+    if len(groups) != q.shape[0]:
+        raise ValueError(f"groups: want one for each of {q.shape[0]} sequences, got {len(groups)}")
+    want_matching(q, [group.table for group in groups])
+    for group in groups:
+        if group.bits not in (None, basis.bits):
+            raise ValueError(f"groups: want {basis.bits} bits, as the basis has, got {group.bits}")

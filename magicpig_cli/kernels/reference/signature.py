@@ -1,0 +1,180 @@
+"""Signatures of rows, the scores that a query gives them, and which rows that takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from magicpig_cli.kernels.rows import widen
+from magicpig_cli.kernels.signature_shape import SIGNATURE_GROUP, SIGNATURE_ROWS, Z_HIGH, Z_LOW, rotation_share
+
+if TYPE_CHECKING:
+    from magicpig_cli.kernels.rows import RowTable
+    from magicpig_cli.kernels.signature import SignedRows
+
+MOST = 31  # of a cell of the look-up tables: eight of them fit in a byte
+TOP_SCORE = 32767
+SUBSET, EXPECTED = 2048, 32  # rows that the threshold is taken from, and how many are expected above it: at least
+
+
+def pack_basis(matrix: np.ndarray) -> np.ndarray:
+    """float64 [bits, D]."""
+    return matrix.astype(np.float64)
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """bfloat16 bits of finite numbers, rounded to nearest even; what is not finite becomes 0."""
+    bits = np.where(np.isfinite(x), x, 0).astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def sign_rows(
+    table: RowTable,
+    start: int,
+    stop: int,
+    packed: np.ndarray,
+    codes: np.ndarray,
+    factors: np.ndarray,
+    means: np.ndarray,
+    threads: int,
+) -> None:
+    """Signatures of the keys in rows [start, stop) into codes, factors and means (see SignatureBlock)."""
+    for cell in range((stop - start) // SIGNATURE_ROWS):
+        first = start + cell * SIGNATURE_ROWS
+        keys = table.read(first, first + SIGNATURE_ROWS)[:, :, 0]  # [Hkv, 256, D]
+        with np.errstate(invalid="ignore", over="ignore"):
+            means[:, cell] = to_bfloat16((keys.astype(np.float64).sum(axis=1) / SIGNATURE_ROWS).astype(np.float32))
+            x = (keys - widen(means[:, cell])[:, None]).astype(np.float64)
+            projected = x @ packed.T  # [Hkv, 256, bits]
+            size = np.abs(projected).sum(axis=2)
+            factor = np.divide((x**2).sum(axis=2), size, out=np.zeros_like(size), where=size > 0)
+            factors[:, cell * SIGNATURE_ROWS : (cell + 1) * SIGNATURE_ROWS] = to_bfloat16(factor.astype(np.float32))
+        nibbles = ((projected > 0).reshape(*projected.shape[:2], -1, 4) << np.arange(4)).sum(axis=3)
+        halves = nibbles.reshape(len(nibbles), SIGNATURE_ROWS // SIGNATURE_GROUP, 2, 16, -1).astype(np.uint8)
+        groups = slice(cell * SIGNATURE_ROWS // SIGNATURE_GROUP, (cell + 1) * SIGNATURE_ROWS // SIGNATURE_GROUP)
+        codes[:, groups] = (halves[:, :, 0] | halves[:, :, 1] << 4).swapaxes(2, 3)
+
+
+def look_up_tables(projected: np.ndarray) -> tuple[np.ndarray, float, float]:
+    """⟨b, projected⟩ by nibbles of b is step·Σ table[j, nibble j] + offset, about.
+
+    Returns table uint8 [bits/4, 16], at most MOST; step; offset."""
+    projected = np.where(np.isfinite(projected), projected, 0).reshape(-1, 4)
+    signs = (np.arange(16)[:, None] >> np.arange(4) & 1) * 2 - 1  # of the bits of each nibble
+    half = np.abs(projected).sum(axis=1)
+    step = 2 * half.max() / MOST
+    table = np.rint((signs @ projected.T + half) / (step or 1.0)).T
+    return table.astype(np.uint8), step, -half.sum()
+
+
+class Scores:
+    """Scores int16 [n] of the rows of one sequence and query head: their estimated logits in units of `unit`."""
+
+    def __init__(self, q: np.ndarray, packed: np.ndarray, group: SignedRows, h: int) -> None:
+        """q float64 [D], times the scale of the logits; h: kv head."""
+        table, step, offset = look_up_tables(packed @ q)
+        codes = _concatenate([block.codes[h] for block in group.blocks], (0, len(table), 16))
+        self.factors = widen(_concatenate([block.factors[h] for block in group.blocks], (0,))).astype(np.float64)
+        self.means = widen(_concatenate([block.means[h] for block in group.blocks], (0, len(q)))).astype(np.float64)
+        with np.errstate(invalid="ignore", over="ignore"):
+            of_means = np.nan_to_num(self.means @ q, nan=0.0, posinf=0.0, neginf=0.0)
+        most = np.abs(of_means).max(initial=0) + self.factors.max(initial=0) * (len(table) * step / 2 - offset)
+        self.noise = len(table) * step**2 / 12  # variance of step·Σ table, by its rounding
+        self.unit = most / TOP_SCORE or 1.0
+        pairs = np.stack([codes & 15, codes >> 4], axis=1)  # [n/32, 2, bits/4, 16]
+        sums = table[np.arange(len(table))[:, None], pairs].sum(axis=2, dtype=np.int64).reshape(-1)
+        estimates = self.factors * (step * sums + offset) + of_means.repeat(SIGNATURE_ROWS)
+        self.values = np.clip(np.rint(estimates / self.unit), -TOP_SCORE, TOP_SCORE).astype(np.int16)
+
+
+def _concatenate(arrays: Sequence[np.ndarray], empty: tuple[int, ...]) -> np.ndarray:
+    """Arrays one after another; of shape `empty` if there are none."""
+    return np.concatenate(arrays) if arrays else np.zeros(empty, dtype=np.uint8)
+
+
+def threshold(scores: np.ndarray, share: float) -> int:
+    """The score that a share of the rows reaches, from every so-manieth of them: int16, above all if none is to be
+    taken, below all if all are."""
+    if share <= 0 or len(scores) == 0:
+        return TOP_SCORE + 1
+    subset = scores[:: max(1, len(scores) // max(SUBSET, math.ceil(EXPECTED / share)))]
+    count = max(1, math.floor(share * len(subset) + 0.5))
+    return int(np.sort(subset)[-count]) if count < len(subset) else -TOP_SCORE - 1
+
+
+def tail_rows(n: int, rate: float, key: tuple[int, int], kv_head: int) -> np.ndarray:
+    """bool [n]: rows of the uniform tail, those whose 32-bit hash is below rate·2³². The same for every query head."""
+    seed = key[0]
+    for part in (key[1], kv_head):
+        seed = _mixed(seed + (part + 1) * 0x9E3779B97F4A7C15)
+    x = (np.arange(n, dtype=np.uint64) + (seed & 0xFFFFFFFF)) & 0xFFFFFFFF
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x ^= x >> np.uint64(shift)
+        x = x * np.uint64(factor) & np.uint64(0xFFFFFFFF)
+    x ^= x >> np.uint64(16)
+    tail: np.ndarray = x ^ np.uint64(seed >> 32) < np.uint64(math.floor(rate * 2**32))
+    return tail
+
+
+def _mixed(x: int) -> int:
+    """The finaliser of SplitMix64."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x & _64) >> shift) * factor & _64
+    return x ^ x >> 31
+
+
+_64 = 2**64 - 1
+
+
+def rabitq_scores(
+    q: np.ndarray, packed: np.ndarray, groups: Sequence[SignedRows], scale: float, threads: int
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Scores int16 [H, n] of every sequence, and their units float32 [B, H]."""
+    found = [[_scores(q[b, h], packed, group, scale, h, q.shape[1]) for h in range(q.shape[1])]
+             for b, group in enumerate(groups)]  # fmt: skip
+    units = np.array([[of_head.unit for of_head in heads] for heads in found], dtype=np.float32)
+    return [np.stack([of_head.values for of_head in heads]) for heads in found], units.reshape(q.shape[:2])
+
+
+def _scores(q: np.ndarray, packed: np.ndarray, group: SignedRows, scale: float, h: int, heads: int) -> Scores:
+    return Scores(q.astype(np.float64) * scale, packed, group, h * group.table.kv_heads // heads)
+
+
+class Taken:
+    """The rows of one sequence and query head that are sampled, and what their weights depend on."""
+
+    def __init__(
+        self, q: np.ndarray, packed: np.ndarray, group: SignedRows, scale: float, rate: float, share: float,
+        key: tuple[int, int], h: int,
+    ) -> None:  # fmt: skip
+        """q [D]; rate of the uniform tail; share of the rows that the threshold is to take; h: kv head."""
+        self._q, (self._bits, D) = q.astype(np.float64) * scale, packed.shape
+        self._share = rotation_share(self._bits, D)
+        self.scores = Scores(self._q, packed, group, h)
+        bound = threshold(self.scores.values, share)
+        self.rate = 1.0 if bound < -TOP_SCORE else rate
+        self.tau = math.inf if bound > TOP_SCORE else (bound - 0.5) * self.scores.unit
+        values = self.scores.values.astype(np.int64)
+        self.rows = np.flatnonzero((values >= bound) | tail_rows(len(values), self.rate, key, h))
+
+    def log_weight(self, keys: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """−ln u [n] of the sampled keys [n, D], from the table over (s − τ) / σ."""
+        f, mu = self.scores.factors[self.rows], self.scores.means[self.rows // SIGNATURE_ROWS]
+        s = keys.astype(np.float64) @ self._q
+        x = keys.astype(np.float64) - mu
+        along, squares = x @ self._q, (x**2).sum(axis=1)
+        across = self._q @ self._q - np.divide(along**2, squares, out=np.zeros_like(along), where=squares > 0)
+        spread = np.maximum(across, 0) * np.maximum(self._bits * f**2 - self._share * squares, 0)
+        variance = spread / max(len(self._q) - 1, 1) + self.scores.noise * f**2 + self.scores.unit**2 / 12
+        return read_log_normal((s - self.tau) / np.sqrt(variance), weights)
+
+
+def read_log_normal(z: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """−ln Φ(z) from a table over uniform cells of z."""
+    cells = len(weights) - 1
+    at = (np.clip(np.nan_to_num(z, nan=Z_LOW), Z_LOW, Z_HIGH) - Z_LOW) * (cells / (Z_HIGH - Z_LOW))
+    weight: np.ndarray = np.interp(at, np.arange(cells + 1), weights.astype(np.float64))
+    return weight

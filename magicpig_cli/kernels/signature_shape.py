@@ -1,0 +1,25 @@
+"""Sizes that signatures, their scores and the table of −ln Φ agree on: here, in cyext/simd/signature.h, and above."""
+
+from __future__ import annotations
+
+from magicpig_cli.kernels.checks import want_int
+
+SIGNATURE_ROWS = 256  # of a cell, which has one mean
+SIGNATURE_GROUP = 32  # rows whose bits stand side by side
+MAX_SIGNATURE_BITS = 512
+_BITS_STEP = 32
+Z_LOW, Z_HIGH = -11.0, 7.0  # first and last z of the table of −ln Φ(z)
+
+
+def want_signature_bits(bits: int) -> None:
+    """A multiple of 32, 32 to 512."""
+    want_int("bits", bits, _BITS_STEP, MAX_SIGNATURE_BITS)
+    if bits % _BITS_STEP:
+        raise ValueError(f"bits: want a multiple of {_BITS_STEP}, got {bits}")
+
+
+def rotation_share(bits: int, head_dim: int) -> float:
+    """Σ (B_j / B)² of B = `bits` bits, B_j of them from rotation j, which has `head_dim` rows or is cut: 1/m for m
+    whole rotations."""
+    whole, cut = divmod(bits, head_dim)
+    return (whole * head_dim**2 + cut**2) / bits**2

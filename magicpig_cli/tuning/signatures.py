@@ -1,0 +1,126 @@
+"""What the signature sampler would do with the captured queries, in closed form: a line beside the tables' candidates.
+
+Thresholds are those of one draw of the estimated logits, s + σ·z, as a kernel takes them from one rotation; everything
+else is an expectation. Nothing of it is verified with real signatures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from magicpig_cli.attention.estimator import mean_alignment
+from magicpig_cli.kernels import SIGNATURE_ROWS, rotation_share
+from magicpig_cli.tuning.capture import Capture, Layer
+
+BUDGETS = (0.005, 0.01, 0.02, 0.04, 0.08)
+_STEPS = 4  # of each depth: every one costs a pass over all keys for each budget
+_TINY = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class SignatureQuality:
+    """Sums of one layer over (query head, step) pairs at one budget."""
+
+    sampled: float  # expected keys
+    keys: float
+    squares: float  # predicted relative error, squared
+    pairs: int
+
+    def __add__(self, other: SignatureQuality) -> SignatureQuality:
+        return SignatureQuality(
+            self.sampled + other.sampled, self.keys + other.keys, self.squares + other.squares,
+            self.pairs + other.pairs,
+        )  # fmt: skip
+
+    @property
+    def ratio(self) -> float:
+        return self.sampled / self.keys
+
+    @property
+    def error(self) -> float:
+        return float((self.squares / self.pairs) ** 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class SignatureCandidate:
+    """One budget, in all sampled layers."""
+
+    budget: float
+    bits: int
+    tail: float
+    ratio: float
+    error: float
+    ms: float
+    index_bytes: int
+
+
+def measure_signatures(
+    capture: Capture, layer: Layer, bits: int, tail: float, budgets: Iterable[float] = BUDGETS
+) -> dict[float, SignatureQuality]:
+    """By budget, what is expected of one layer over all depths; float64."""
+    found: dict[float, SignatureQuality] = {}
+    group = layer.q.shape[2] // layer.rows.shape[0]
+    for depth, (length, offloaded) in enumerate(zip(capture.lengths, capture.offloaded, strict=True)):
+        signed = offloaded // SIGNATURE_ROWS * SIGNATURE_ROWS
+        for head in range(layer.rows.shape[0]):
+            rows = layer.rows[head, : length + capture.steps].double()
+            for step in range(min(_STEPS, capture.steps)):
+                for q in layer.q[depth, step, head * group : (head + 1) * group].double():
+                    pair = _Pair(layer, q, rows[: length + step + 1], slice(capture.sink, capture.sink + signed), bits)
+                    for budget in budgets:
+                        quality = pair.quality(budget, tail)
+                        found[budget] = found[budget] + quality if budget in found else quality
+    return found
+
+
+class _Pair:
+    """One query head at one step: q [D], and the rows [n, 2, D] that it sees, those in `middle` signed."""
+
+    def __init__(self, layer: Layer, q: torch.Tensor, rows: torch.Tensor, middle: slice, bits: int) -> None:
+        q = q * layer.rule.scale
+        keys, values = rows.unbind(dim=1)
+        dots = keys @ q
+        logits = dots
+        if layer.rule.softcap is not None:
+            logits = layer.rule.softcap * torch.tanh(dots / layer.rule.softcap)
+        weights = logits.softmax(dim=0)
+        output = weights @ values
+        spread = (values[middle] - output).square().sum(dim=1) / output.square().sum().clamp_min(_TINY)
+        self.share = weights[middle].square() * spread  # w²·‖v−o‖²/‖o‖²
+        self.scores = dots[middle]
+        self.deviation = _deviation(q, keys[middle], bits)
+        generator = torch.Generator().manual_seed(len(rows))
+        noise = torch.randn(self.scores.shape, generator=generator, dtype=torch.float64)
+        self.ordered = (self.scores + self.deviation * noise).sort(descending=True).values
+
+    def quality(self, budget: float, tail: float) -> SignatureQuality:
+        if budget >= 1:  # nothing is left to chance
+            return SignatureQuality(float(len(self.ordered)), float(len(self.ordered)), 0.0, 1)
+        rate = tail * budget
+        taken = round((budget - rate) / (1 - rate) * len(self.ordered))
+        threshold = self.ordered[min(max(taken, 1), len(self.ordered)) - 1]
+        u = torch.special.ndtr((self.scores - threshold) / self.deviation.clamp_min(_TINY))
+        pi = (rate + (1 - rate) * u).clamp_min(_TINY)
+        squares = float((self.share * (1 - pi) / pi).sum())
+        return SignatureQuality(float(pi.sum()), float(len(pi)), squares, 1)
+
+
+def _deviation(q: torch.Tensor, keys: torch.Tensor, bits: int) -> torch.Tensor:
+    """σ [n] of the estimated logits, q [D] times the scale; as `estimator.signature_deviation`, for many keys."""
+    head_dim = keys.shape[1]
+    blocks = keys.view(-1, SIGNATURE_ROWS, head_dim)
+    x = (blocks - blocks.mean(dim=1, keepdim=True)).view(-1, head_dim)
+    squares = x.square().sum(dim=1)
+    across = (q.square().sum() - (x @ q).square() / squares.clamp_min(_TINY)).clamp_min(0)
+    spread = bits / mean_alignment(bits, head_dim) ** 2 - rotation_share(bits, head_dim)
+    return (across * squares * max(spread, 0.0) / max(head_dim - 1, 1)).sqrt()
+
+
+def error_and_ratio(layers: Iterable[Mapping[float, SignatureQuality]], budget: float) -> tuple[float, float]:
+    """Mean over layers of each one's error, and Σ sampled / Σ keys."""
+    chosen = [layer[budget] for layer in layers]
+    ratio = sum(layer.sampled for layer in chosen) / sum(layer.keys for layer in chosen)
+    return sum(layer.error for layer in chosen) / len(chosen), ratio
