@@ -8,16 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from typing import NoReturn
 
 import numpy as np
 import torch
 
-from magicpig_cli.attention.attention import Attention
-from magicpig_cli.attention.base import LogitRule, Partial, StepRecorder
-from magicpig_cli.attention.exact import attend_step
+from magicpig_cli import kernels
+from magicpig_cli.attention.base import Estimate, LogitRule, Partial, StepRecorder
 from magicpig_cli.attention.merge import merge
-from magicpig_cli.cache.layer import LayerCache
+from magicpig_cli.cache.base import Index, IndexReader
+from magicpig_cli.cache.layer import LayerCache, Run
 from magicpig_cli.cache.staging import Staging
+from magicpig_cli.cache.store import RowStore, as_array
+from magicpig_cli.errors import MagicpigError
 
 _FLOOR = 1e-30  # of a weight over the largest one: keys far below it count as equals
 _MOST_FLOATS = 1 << 26  # keys and values of KV heads that are looked at together
@@ -63,65 +66,93 @@ def oracle_probabilities(logits: torch.Tensor, budget: float) -> torch.Tensor:
 BASELINES: Mapping[str, Pick] = {"topk": pick_top, "oracle": pick_oracle}
 
 
-class FullScores(Attention):
-    """Exact attention, but of the offloaded keys of sampled sequences only what `pick` chooses by their true logits."""
+class WholeStore(Index):
+    """What a baseline samples from: every row of a store, without anything beside it."""
 
-    def __init__(
-        self, pick: Pick, budget: float, hash_seed: int, sampler: None, row_dtype: torch.dtype, threads: int,
-        staging: Staging, rotation: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """sampler: none; the others are those of `Attention`."""
-        super().__init__(sampler, row_dtype, threads, staging, rotation)
-        self._pick, self._budget, self._hash_seed = pick, budget, hash_seed
+    own_bytes = 0
+    parts = ()
+    outgrown = False
 
-    def build_index(self, layer: int, cache: LayerCache) -> None:
-        """There is none."""
+    def __init__(self, sampler: str, store: RowStore, length: int = 0) -> None:
+        self.sampler = sampler
+        self._store, self._length = store, length
 
-    def step(
-        self, layer: int, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], q: torch.Tensor,
-        key: torch.Tensor, value: torch.Tensor, rule: LogitRule, record: StepRecorder,
-    ) -> torch.Tensor:  # fmt: skip
-        picked = [b for b, flag in enumerate(sampled) if flag]
-        if not picked:
-            return super().step(layer, caches, sampled, q, key, value, rule, record)
-        queries = self._rotated(q[:, :, 0]).float().contiguous()
-        self._take(caches, key, value)
-        store_from = [cache.store.length if flag else 0 for cache, flag in zip(caches, sampled, strict=True)]
-        with record.stage("window"):
-            near = attend_step(queries, list(caches), store_from, rule, self._threads, self._staging)
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def extend(self) -> None:
+        self._length = self._store.length
+
+    step = extend
+
+    def truncate(self, length: int) -> None:
+        self._length = min(self._length, length)
+
+    def fork(self, store: RowStore) -> WholeStore:
+        return WholeStore(self.sampler, store, self._length)
+
+    def saved(self, length: int) -> NoReturn:
+        raise MagicpigError(f"{self.sampler} is a baseline: it has no index that could be saved")
+
+
+class FullScores:
+    """A sampler that computes the logits of all keys and reads those that `BASELINES[name]` picks."""
+
+    def __init__(self, name: str, budget: float, hash_seed: int, threads: int, staging: Staging) -> None:
+        self.name = name
+        self._pick = BASELINES[name]
+        self._budget, self._hash_seed, self._threads, self._staging = budget, hash_seed, threads, staging
+
+    def new_index(self, layer: int, cache: LayerCache) -> Index:
+        return WholeStore(self.name, cache.store)
+
+    def restored(self, layer: int, cache: LayerCache, saved: IndexReader) -> NoReturn:
+        raise saved.damaged(f"there is no index for {self.name}")
+
+    def learn(self, index: Index, error: np.ndarray) -> None:
+        """Errors are not estimated."""
+
+    def forget(self, layer: int) -> None:
+        """Nothing is drawn for a layer."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, caches: list[LayerCache], rule: LogitRule, record: StepRecorder,
+        exact: list[list[Run]] | None = None, sampled: SequenceOf[bool] | None = None,
+    ) -> Estimate:  # fmt: skip
+        attended = Partial(torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, device=q.device))
+        if exact is not None:
+            near = kernels.exact_attend(
+                as_array(q), exact, scale=rule.scale, softcap=rule.softcap, threads=self._threads
+            )
+            attended = Partial(torch.from_numpy(near.out), torch.from_numpy(near.lse))
+        counts = np.zeros(tuple(q.shape[:2]), dtype=np.int64)
         with record.stage("attend"):
-            middle, counts = self._middle(layer, queries, caches, sampled, rule)
-        attended = merge(near, middle)
-        record.sampled[layer] = counts
-        record.offloaded[layer] = [start * queries.shape[1] for start in store_from]
-        self._measure(caches, picked, queries, attended, rule, record)
-        return attended.out.to(q.dtype).unsqueeze(1)
+            for b in (b for b in range(len(caches)) if sampled is None or sampled[b]):
+                middle, counts[b] = self._middle(layer, q[b : b + 1], caches[b], rule)
+                whole = merge(Partial(attended.out[b : b + 1], attended.lse[b : b + 1]), middle)
+                attended.out[b], attended.lse[b] = whole.out[0], whole.lse[0]
+        return Estimate(attended, counts, None)
 
     def _middle(
-        self, layer: int, queries: torch.Tensor, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool],
-        rule: LogitRule,
-    ) -> tuple[Partial, list[int]]:  # fmt: skip
-        """Over the chosen offloaded keys, and how many these are per sequence, summed over query heads."""
-        out = torch.zeros_like(queries)
-        lse = torch.full(queries.shape[:2], -torch.inf, device=queries.device)
-        counts = [0] * len(caches)
-        for b in (b for b, flag in enumerate(sampled) if flag):
-            uniforms = np.random.Generator(
-                np.random.Philox(key=self._hash_seed, counter=[0, 0, caches[b].length, layer])
-            )
-            rows = caches[b].store.read(0, caches[b].store.length)
-            together = max(1, _MOST_FLOATS // max(1, rows[0].numel()))
-            group = queries.shape[1] // rows.shape[0]
-            for first in range(0, rows.shape[0], together):
-                keys, values = self._staging.to_device(rows[first : first + together]).float().unbind(dim=2)
-                heads = slice(first * group, (first + keys.shape[0]) * group)
-                q = queries[b, heads].view(keys.shape[0], group, -1)
-                logits = self._choose(q @ keys.transpose(1, 2), rule, uniforms)  # [heads here, G, N]
-                counts[b] += int(torch.isfinite(logits).sum())
-                lse[b, heads] = logits.logsumexp(dim=-1).flatten()
-                chosen = logits.softmax(dim=-1).nan_to_num() @ values  # NaN: no key was drawn
-                out[b, heads] = chosen.flatten(0, 1)
-        return Partial(out, lse), counts
+        self, layer: int, q: torch.Tensor, cache: LayerCache, rule: LogitRule
+    ) -> tuple[Partial, np.ndarray]:  # fmt: skip
+        """Over the chosen keys of one sequence, q [1, H, D], and how many these are: int64 [H]."""
+        assert cache.index is not None, "sampling needs an index"
+        uniforms = np.random.Generator(np.random.Philox(key=self._hash_seed, counter=[0, 0, cache.length, layer]))
+        rows = cache.store.read(0, cache.index.length)
+        together = max(1, _MOST_FLOATS // max(1, rows[0].numel()))
+        outs, sums, counts = [], [], []
+        for some, queries in zip(
+            rows.split(together), q[0].view(rows.shape[0], -1, q.shape[-1]).split(together), strict=True
+        ):
+            keys, values = self._staging.to_device(some).float().unbind(dim=2)
+            logits = self._choose(queries @ keys.transpose(1, 2), rule, uniforms)  # [heads here, G, N]
+            counts.append(torch.isfinite(logits).sum(dim=-1).flatten())
+            sums.append(logits.logsumexp(dim=-1).flatten())
+            outs.append((logits.softmax(dim=-1).nan_to_num() @ values).flatten(0, 1))  # NaN: no key was drawn
+        found = Partial(torch.cat(outs).unsqueeze(0), torch.cat(sums).unsqueeze(0))
+        return found, self._staging.to_host(torch.cat(counts)).numpy()
 
     def _choose(self, dots: torch.Tensor, rule: LogitRule, uniforms: np.random.Generator) -> torch.Tensor:
         """Corrected logits of products q·k [Hkv, G, N]."""

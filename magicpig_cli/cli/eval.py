@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from magicpig_cli.cli.options import SHARED_OPTIONS, AsJson, Quiet, command_options
+from magicpig_cli.cli.options import AsJson, Quiet, command_options
 from magicpig_cli.cli.outputs import want_writable, write
 from magicpig_cli.cli.typed import command_with
-from magicpig_cli.config import MAX_SEED, Settings
+from magicpig_cli.config import MAX_SEED, SAMPLERS, Settings
 from magicpig_cli.errors import UsageError
 from magicpig_cli.files import is_stream
 from magicpig_cli.units import parse_token_list
@@ -221,11 +221,8 @@ def _budgets(text: str) -> list[float]:
 
 
 def _attention(text: str | None) -> list[str]:
-    """Modes beside exact attention: what `--attention` takes elsewhere, and the baselines."""
-    (option,) = (option for option in SHARED_OPTIONS if option.field == "attention.mode")
-    assert option.metavar is not None
-    samplers = [name for name in option.metavar.split("|") if name not in ("auto", "exact")]
-    known = [*samplers, "topk", "oracle"]
+    """Modes beside exact attention: samplers and baselines."""
+    known = [*SAMPLERS, "topk", "oracle"]
     if text is None:
         return known
     names = _split("--attention", text, "lsh,topk")
@@ -247,7 +244,9 @@ def _plans(settings: Settings, modes: tuple[Mode, ...]) -> dict[Mode, Plan]:
     shape = shape_from_config(config)
     plan_here(shape, settings)
     return {
-        mode: plan_here(shape, replace(settings, attention=replace(settings.attention, mode=mode.name)))
+        mode: plan_here(
+            shape, replace(settings, attention=replace(settings.attention, mode=mode.name, budget=mode.budget))
+        )
         for mode in modes
         if mode.name != "exact" and not mode.baseline
     }

@@ -49,10 +49,8 @@ class ModelRunner:
     """Runs forwards of a model over sequences it has made, as the plan says."""
 
     def __init__(
-        self, model: PreTrainedModel, shape: ModelShape, plan: Plan, device: torch.device, hash_seed: int,
-        attention: Callable[..., Attention] = Attention,
-    ) -> None:  # fmt: skip
-        """attention: makes what attends, called as `Attention` is; another than it has no sampler."""
+        self, model: PreTrainedModel, shape: ModelShape, plan: Plan, device: torch.device, hash_seed: int
+    ) -> None:
         self.model = model
         self.plan = plan
         self._device = device
@@ -65,7 +63,7 @@ class ModelRunner:
         self.key_rotation: torch.Tensor | None = None  # [D, D]; rows hold keys multiplied by it
         if plan.row_dtype == "int8":
             self.key_rotation = self._staging.to_device(torch.from_numpy(rotation(shape.head_dim)))
-        self._hash_seed, self._attends = hash_seed, attention
+        self._hash_seed = hash_seed
         self._attentions: dict[str | None, Attention] = {}  # by sampler, those that were asked for
         self._sequences: weakref.WeakSet[Sequence] = weakref.WeakSet()
 
@@ -73,11 +71,9 @@ class ModelRunner:
         """That of a mode, in which its sampler is told what it samples."""
         sampler = self._sampler(mode)
         if sampler not in self._attentions:
-            made = None
-            if sampler is not None and self._attends is Attention:
-                made = make_sampler(sampler, self.plan, self._hash_seed, self._staging)
+            made = None if sampler is None else make_sampler(sampler, self.plan, self._hash_seed, self._staging)
             row_dtype = TORCH_DTYPE[window_type(self.plan.row_dtype)]
-            self._attentions[sampler] = self._attends(
+            self._attentions[sampler] = Attention(
                 made, row_dtype, self.plan.threads, self._staging, self.key_rotation
             )  # fmt: skip
         return self._attentions[sampler]

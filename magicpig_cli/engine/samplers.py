@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from magicpig_cli.attention.base import Sampler
 from magicpig_cli.attention.lsh import LshSampler
+from magicpig_cli.attention.oracle import BASELINES, FullScores
 from magicpig_cli.attention.rabitq import RabitqSampler
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.planner import Plan
@@ -22,7 +24,13 @@ def _rabitq(plan: Plan, hash_seed: int, staging: Staging) -> Sampler:
     )  # fmt: skip
 
 
-_MAKERS: dict[str, Callable[[Plan, int, Staging], Sampler]] = {"lsh": _lsh, "rabitq": _rabitq}
+def _baseline(name: str, plan: Plan, hash_seed: int, staging: Staging) -> Sampler:
+    return FullScores(name, plan.budget, hash_seed, plan.threads, staging)
+
+
+_MAKERS: dict[str, Callable[[Plan, int, Staging], Sampler]] = {
+    "lsh": _lsh, "rabitq": _rabitq, **{name: partial(_baseline, name) for name in BASELINES},
+}  # fmt: skip
 
 
 def make_sampler(name: str, plan: Plan, hash_seed: int, staging: Staging) -> Sampler:

@@ -37,4 +37,4 @@ def indexed(runner: ModelRunner, read: Sequence, mode: str) -> Iterator[tuple[Se
 def _bytes_per_token(sequence: Sequence) -> float | None:
     layers = [layer for layer in sequence.layers if layer.index is not None]
     keys = sum(layer.spec.kv_heads * layer.store.length for layer in layers)
-    return sequence.index_bytes / keys if keys else None
+    return sequence.index_bytes / keys or None if keys else None

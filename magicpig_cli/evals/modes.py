@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
-from magicpig_cli.attention.oracle import BASELINES, FullScores
+from magicpig_cli.attention.oracle import BASELINES
 from magicpig_cli.config import MAX_SEED
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.engine.runner import ModelRunner
@@ -58,8 +57,5 @@ def runner(engine: Engine, mode: Mode, plans: Mapping[Mode, Plan], hash_seed: in
     model, device = engine.runner.model, engine.runner.model.device
     if mode.name == EXACT:
         return engine.runner
-    if mode.baseline:
-        assert mode.budget is not None
-        scores = partial(FullScores, BASELINES[mode.name], mode.budget, hash_seed)
-        return ModelRunner(model, engine.shape, replace(engine.plan, mode="exact"), device, hash_seed, scores)
-    return ModelRunner(model, engine.shape, plans[mode], device, hash_seed)
+    plan = replace(engine.plan, budget=mode.budget or 0.0) if mode.baseline else plans[mode]
+    return ModelRunner(model, engine.shape, plan, device, hash_seed)

@@ -44,9 +44,6 @@ _NOTES = ("Intervals in brackets: 95%. index: bytes per token and KV head.",)
 
 def meta(engine: Engine, hardware: Hardware, request: Request) -> dict[str, Any]:
     """What was evaluated where, and how."""
-    tables = {
-        mode.name: {"K": plan.K, "L": plan.L} for mode, plan in request.plans.items() if mode.name == "lsh"
-    }  # fmt: skip
     return {
         **bench_meta(engine, hardware),
         "seed": request.seed,
@@ -57,7 +54,7 @@ def meta(engine: Engine, hardware: Hardware, request: Request) -> dict[str, Any]
         "contexts": list(request.contexts),
         "samples": request.samples,
         "positions": request.positions,
-        "tables": tables.get("lsh"),
+        "samplers": {mode.label: plan.sampler_options for mode, plan in request.plans.items()},
         "full_scores": sorted({mode.name for mode in request.modes if mode.baseline}),
         "notes": [*_TASK_NOTES, *_TEXT_NOTES, *_NOTES],
     }

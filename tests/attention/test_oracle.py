@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
 
 from magicpig_cli.attention.attention import Attention
 from magicpig_cli.attention.base import LogitRule, StepRecorder
-from magicpig_cli.attention.oracle import BASELINES, FullScores, oracle_probabilities, pick_oracle, pick_top
+from magicpig_cli.attention.oracle import BASELINES, FullScores, WholeStore, oracle_probabilities, pick_oracle, pick_top
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.layer import LayerCache, LayerSpec
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.window import WindowShape
+from magicpig_cli.errors import MagicpigError
 from tests import tolerances
 
 HEADS, KV_HEADS, DIM, TOKENS = 6, 2, 16, 700
@@ -69,13 +68,27 @@ class Layer:
 def step(attention: Attention, layers: list[Layer], rule: LogitRule, sampled: list[bool] | None = None):
     record = StepRecorder(errors=[])
     caches = [layer.cache.fork() for layer in layers]
+    for cache, flag in zip(caches, sampled or [True] * len(caches), strict=True):
+        if flag:
+            attention.build_index(5, cache)
     q, new = torch.cat([layer.q for layer in layers]), torch.cat([layer.new for layer in layers], dim=1)
     out = attention.step(5, caches, sampled or [True] * len(layers), q, new[0], new[1], rule, record)
     return out[:, 0], record
 
 
-def full_scores(name: str, budget: float, seed: int = 0) -> FullScores:
-    return FullScores(BASELINES[name], budget, seed, None, torch.float32, 1, STAGING)
+def full_scores(name: str, budget: float, seed: int = 0) -> Attention:
+    return Attention(FullScores(name, budget, seed, 1, STAGING), torch.float32, 1, STAGING)
+
+
+def middle(layer: Layer, rule: LogitRule, name: str, budget: float, seed: int = 0):
+    """Exponents' sum and weighted values [H, 1 + D] of the chosen keys alone, and how many these are."""
+    sampler = FullScores(name, budget, seed, 1, STAGING)
+    layer.cache.index = sampler.new_index(5, layer.cache)
+    layer.cache.index.extend()
+    found = sampler.attend(5, layer.q[:, :, 0], [layer.cache], rule, StepRecorder())
+    total = found.attended.lse.double().exp()
+    sums = torch.cat([total.unsqueeze(-1), found.attended.out.double() * total.unsqueeze(-1)], dim=-1)
+    return sums[0].numpy(), int(found.sampled.sum())
 
 
 def exact(layers: list[Layer], rule: LogitRule) -> torch.Tensor:
@@ -104,17 +117,9 @@ def test_top_keys_are_the_largest_logits(rule):
 def test_the_oracle_is_unbiased_before_normalisation(rule):
     """Σ exp(logit)·v and Σ exp(logit) over draws of 400 seeds, against exact ones, within 4 standard errors."""
     layer = Layer()
-    layer.cache.append_one(*layer.new[:, 0, :, 0])
-    q = layer.q[:, :, 0]
-    sums, counts = [], []
-    for seed in range(400):
-        middle, (count,) = full_scores("oracle", 0.05, seed)._middle(5, q, [layer.cache], [True], rule)
-        total = middle.lse.double().exp()
-        sums.append(torch.cat([total.unsqueeze(-1), middle.out.double() * total.unsqueeze(-1)], dim=-1)[0].numpy())
-        counts.append(count)
-    truth, _ = full_scores("topk", 1.0)._middle(5, q, [layer.cache], [True], rule)
-    total = truth.lse.double().exp()
-    wanted = torch.cat([total.unsqueeze(-1), truth.out.double() * total.unsqueeze(-1)], dim=-1)[0].numpy()
+    drawn = [middle(layer, rule, "oracle", 0.05, seed) for seed in range(400)]
+    sums, counts = [x for x, _ in drawn], [count for _, count in drawn]
+    wanted, _ = middle(layer, rule, "topk", 1.0)
     deviation = np.std(sums, axis=0, ddof=1) / len(sums) ** 0.5
     assert (np.abs(np.mean(sums, axis=0) - wanted) <= 4 * deviation).all()
     assert len({float(x[0, 1]) for x in sums}) > 300  # another draw for each seed
@@ -143,8 +148,27 @@ def test_heads_looked_at_in_parts_give_the_same(monkeypatch):
     assert torch.equal(whole, parts)
 
 
-def test_no_key_at_all_leaves_the_exact_part():
-    pick = partial(lambda logits, *_: torch.full_like(logits, -torch.inf))
-    out, record = step(FullScores(pick, 0.1, 0, None, torch.float32, 1, STAGING), [Layer()], RULES[0])
+def test_no_key_at_all_leaves_the_exact_part(monkeypatch):
+    nothing = {"topk": lambda logits, *_: torch.full_like(logits, -torch.inf)}
+    monkeypatch.setattr("magicpig_cli.attention.oracle.BASELINES", nothing)
+    out, record = step(full_scores("topk", 0.1), [Layer()], RULES[0])
     assert record.sampled[5] == [0]
     assert torch.isfinite(out).all()
+
+
+def test_what_is_sampled_from_grows_and_is_cut_with_the_store():
+    layer = Layer()
+    index = WholeStore("topk", layer.cache.store)
+    assert (index.length, index.nbytes) == (0, 0)
+    index.extend()
+    before = layer.cache.store.length
+    assert index.length == before
+    fork = layer.cache.fork()
+    fork.extend(torch.randn(KV_HEADS, 200, 2, DIM))
+    other = index.fork(fork.store)
+    other.step()
+    assert (index.length, other.length) == (before, fork.store.length)
+    other.truncate(10)
+    assert other.length == 10
+    with pytest.raises(MagicpigError, match="no index"):
+        index.saved(10)
