@@ -144,7 +144,9 @@ class FullScores:
         together = max(1, _MOST_FLOATS // max(1, rows[0].numel()))
         outs, sums, counts = [], [], []
         for some, queries in zip(
-            rows.split(together), q[0].view(rows.shape[0], -1, q.shape[-1]).split(together), strict=True
+            rows.split(together),
+            q[0].view(rows.shape[0], -1, q.shape[-1]).split(together),
+            strict=True,  # type: ignore[no-untyped-call]
         ):
             keys, values = self._staging.to_device(some).float().unbind(dim=2)
             logits = self._choose(queries @ keys.transpose(1, 2), rule, uniforms)  # [heads here, G, N]

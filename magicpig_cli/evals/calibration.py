@@ -182,7 +182,9 @@ class OwnError:
 
 def own_error(layers: list[SignedLayer], sampling: Sampling, rotations: int, threads: int = 1) -> OwnError:
     """What the sampler says of its error, and how far it is off, merged with the rows that are read exactly."""
-    weights, estimated, true = log_normal_table(), [], []
+    weights = log_normal_table()
+    estimated: list[np.ndarray] = []
+    true: list[np.ndarray] = []
     for layer in layers:
         near = (layer.near.table, 0, layer.near.length)
         runs, whole = [[near]] * len(layer.q), [[near, (layer.middle.table, 0, layer.n)]] * len(layer.q)
