@@ -143,13 +143,13 @@ class FullScores:
         rows = cache.store.read(0, cache.index.length)
         together = max(1, _MOST_FLOATS // max(1, rows[0].numel()))
         outs, sums, counts = [], [], []
-        for some, queries in zip(
-            rows.split(together),
-            q[0].view(rows.shape[0], -1, q.shape[-1]).split(together),
-            strict=True,  # type: ignore[no-untyped-call]
-        ):
+        queries = q[0].view(rows.shape[0], -1, q.shape[-1])
+        for first in range(0, len(rows), together):
+            some = rows[first : first + together]
             keys, values = self._staging.to_device(some).float().unbind(dim=2)
-            logits = self._choose(queries @ keys.transpose(1, 2), rule, uniforms)  # [heads here, G, N]
+            logits = self._choose(
+                queries[first : first + together] @ keys.transpose(1, 2), rule, uniforms
+            )  # [heads here, G, N]
             counts.append(torch.isfinite(logits).sum(dim=-1).flatten())
             sums.append(logits.logsumexp(dim=-1).flatten())
             outs.append((logits.softmax(dim=-1).nan_to_num() @ values).flatten(0, 1))  # NaN: no key was drawn
