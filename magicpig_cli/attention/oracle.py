@@ -143,13 +143,11 @@ class FullScores:
         rows = cache.store.read(0, cache.index.length)
         together = max(1, _MOST_FLOATS // max(1, rows[0].numel()))
         outs, sums, counts = [], [], []
-        queries = q[0].view(rows.shape[0], -1, q.shape[-1])
-        for first in range(0, len(rows), together):
-            some = rows[first : first + together]
-            keys, values = self._staging.to_device(some).float().unbind(dim=2)
-            logits = self._choose(
-                queries[first : first + together] @ keys.transpose(1, 2), rule, uniforms
-            )  # [heads here, G, N]
+        queries = q[0].view(rows.shape[0], -1, q.shape[-1])  # [Hkv, G, D]
+        for first in range(0, rows.shape[0], together):
+            heads = slice(first, first + together)
+            keys, values = self._staging.to_device(rows[heads]).float().unbind(dim=2)
+            logits = self._choose(queries[heads] @ keys.transpose(1, 2), rule, uniforms)  # [heads here, G, N]
             counts.append(torch.isfinite(logits).sum(dim=-1).flatten())
             sums.append(logits.logsumexp(dim=-1).flatten())
             outs.append((logits.softmax(dim=-1).nan_to_num() @ values).flatten(0, 1))  # NaN: no key was drawn

@@ -243,13 +243,12 @@ def _plans(settings: Settings, modes: tuple[Mode, ...]) -> dict[Mode, Plan]:
     loader.check_supported(config, settings.model.model)
     shape = shape_from_config(config)
     plan_here(shape, settings)
-    return {
-        mode: plan_here(
-            shape, replace(settings, attention=replace(settings.attention, mode=mode.name, budget=mode.budget))
-        )
-        for mode in modes
-        if mode.name != "exact" and not mode.baseline
-    }
+
+    def plan(mode: Mode) -> Plan:
+        options = replace(settings.attention, mode=mode.name, budget=mode.budget)
+        return plan_here(shape, replace(settings, attention=options))
+
+    return {mode: plan(mode) for mode in modes if mode.name != "exact" and not mode.baseline}
 
 
 @contextmanager
