@@ -14,7 +14,7 @@ from magicpig_cli.planner import Plan
 
 
 def _lsh(plan: Plan, hash_seed: int, staging: Staging) -> Sampler:
-    return LshSampler(plan.K, plan.L, hash_seed, plan.threads, staging, plan.table_tail_rate)
+    return LshSampler(plan.K, plan.L, hash_seed, plan.threads, staging, plan.tables.tail_rate)
 
 
 def _rabitq(plan: Plan, hash_seed: int, staging: Staging) -> Sampler:

@@ -10,8 +10,8 @@ from magicpig_cli.config import DEFAULT_TAIL, INDEX_FROM
 from magicpig_cli.hardware import Gpu, Speeds
 from magicpig_cli.kernels import RowType, row_bytes, window_type
 from magicpig_cli.model.shape import ModelShape
-from magicpig_cli.planner.indexes import IndexBytes, SignaturesBytes, TablesBytes
-from magicpig_cli.planner.quality import expected_ratio, expected_signature_error, expected_table_error
+from magicpig_cli.planner.indexes import IndexBytes
+from magicpig_cli.planner.samplers import NO_OPTIONS, Options, SamplerPlan, SignaturesPlan, TablesPlan
 from magicpig_cli.profiles import Profile
 
 Mode = Literal["auto", "lsh", "rabitq", "exact"]
@@ -79,55 +79,44 @@ class Plan:
         return DEFAULT_TAIL[sampler] if self.tail is None else self.tail
 
     @property
-    def sampler_options(self) -> dict[str, float | None]:
-        """What was chosen for the sampler, by the names of the options; None where an option is not its own."""
-        return self.options_of(self.sampler)
+    def tables(self) -> TablesPlan:
+        """lsh, whether this plan samples with it or not."""
+        return TablesPlan(self.K, self.L, self.table_ratio, self.tail_of("lsh"))
 
-    def options_of(self, sampler: str | None) -> dict[str, float | None]:
-        """The same of a sampler that may be another one than the plan's."""
-        lsh, rabitq = sampler == "lsh", sampler == "rabitq"
-        return {
-            "K": self.K if lsh else None,
-            "L": self.L if lsh else None,
-            "budget": self.budget if rabitq else None,
-            "tail": self.tail_of(sampler) if sampler is not None else None,
-            "bits": self.bits if rabitq else None,
-            "target_error": self.target_error if rabitq else None,
-        }
+    @property
+    def signatures(self) -> SignaturesPlan:
+        """rabitq, whether this plan samples with it or not."""
+        return SignaturesPlan(self.budget, self.bits, self.tail_of("rabitq"), self.target_error)
+
+    @property
+    def _sampling(self) -> SamplerPlan:
+        """What this plan samples with; tables where it does not, as with no layer they take nothing."""
+        return self.signatures if self.sampler == "rabitq" else self.tables
+
+    def options_of(self, sampler: str | None) -> Options:
+        """What was chosen for a sampler, by the names of the options; None where an option is not its own."""
+        plans: dict[str, SamplerPlan] = {"lsh": self.tables, "rabitq": self.signatures}
+        return NO_OPTIONS if sampler is None else plans[sampler].options
+
+    @property
+    def sampler_options(self) -> Options:
+        """The same of the plan's sampler."""
+        return self.options_of(self.sampler)
 
     @property
     def title(self) -> str:
         """`lsh K=10 L=150`, `rabitq 2%`, `auto error 0.05`, `exact`: for a line that has little room."""
-        if self.sampler is None:
-            return self.mode
-        if self.sampler == "lsh":
-            return f"{self.mode} K={self.K} L={self.L}"
-        if self.target_error is not None:
-            return f"{self.mode} error {self.target_error:g}"
-        return f"{self.mode} {100 * self.budget:.3g}%"
-
-    @property
-    def table_tail_rate(self) -> float:
-        """Share of all keys that lsh draws uniformly beside its tables: of what (K, L) are expected to sample, by the
-        closed form alone, so that no profile decides what is drawn."""
-        return self.tail_of("lsh") * expected_ratio(self.K, self.L) if self.tail_of("lsh") else 0.0
+        return self.mode if self.sampler is None else f"{self.mode} {self._sampling.words}"
 
     @property
     def sampled_ratio(self) -> float:
         """Share of the offloaded keys, as expected of real text."""
-        if self.sampler == "rabitq":
-            return self.budget
-        rate = self.table_tail_rate
-        return rate + (1 - rate) * self.table_ratio
+        return self._sampling.ratio
 
     @property
     def expected_error(self) -> float | None:
         """Relative error of attention as expected of real text, a guide; None where attention is exact."""
-        if self.sampler is None:
-            return None
-        if self.sampler == "rabitq":
-            return self.target_error or expected_signature_error(self.budget, self.bits)
-        return expected_table_error(self.table_ratio)
+        return None if self.sampler is None else self._sampling.error
 
     @property
     def sampled_layers(self) -> tuple[int, ...]:
@@ -176,10 +165,7 @@ class Plan:
     @property
     def index(self) -> IndexBytes:
         """What the index of the plan's sampler takes."""
-        layers, shape = len(self.sampled_layers), self.shape
-        if self.sampler == "rabitq":
-            return SignaturesBytes(layers, shape.kv_heads, shape.head_dim, self.bits)
-        return TablesBytes(layers, shape.kv_heads, shape.head_dim, self.K, self.L)
+        return self._sampling.index(self.shape, len(self.sampled_layers))
 
     def index_bytes(self, tokens: int) -> int:
         """The index of one sequence at most, however it grew."""

@@ -119,7 +119,7 @@ def _signatures(plan: Plan, settings: Settings, profile: Profile) -> list[str]:
 def _tail(plan: Plan, settings: Settings, profile: Profile) -> str:
     source = _source(settings.attention.tail, profile.tail, profile)
     if plan.sampler == "lsh":
-        return f"{source}, {plan.table_tail_rate:.2%} of the keys are drawn uniformly beside the tables"
+        return f"{source}, {plan.tables.tail_rate:.2%} of the keys are drawn uniformly beside the tables"
     return f"{source}, share of the budget that is drawn uniformly"
 
 

@@ -72,12 +72,12 @@ def test_times_and_bytes_of_signatures():
 
 def test_a_tail_of_tables_samples_more():
     without, with_tail = chosen(mode="lsh"), chosen(mode="lsh", tail=0.5)
-    assert without.table_tail_rate == 0.0
-    assert with_tail.table_tail_rate == pytest.approx(0.0225, rel=0.1)
-    rate = with_tail.table_tail_rate
+    assert without.tables.tail_rate == 0.0
+    assert with_tail.tables.tail_rate == pytest.approx(0.0225, rel=0.1)
+    rate = with_tail.tables.tail_rate
     assert with_tail.sampled_ratio == pytest.approx(rate + (1 - rate) * without.sampled_ratio)
     other = replace(BUILT_IN, tables=(TableSize(10, 150, sampled_ratio=0.01),))
-    assert chosen(other, mode="lsh", tail=0.5).table_tail_rate == rate  # draws do not depend on a profile's figures
+    assert chosen(other, mode="lsh", tail=0.5).tables.tail_rate == rate  # draws do not depend on a profile's figures
 
 
 def test_a_moving_budget_starts_within_its_bounds():
