@@ -95,13 +95,16 @@ def _want_budget(q: np.ndarray, budget: np.ndarray, tail: float, key: tuple[int,
     """Rates of the uniform tail, and the shares that thresholds take: float64 [B, H]."""
     want_queries(q, None, None)
     want_array("budget", budget, np.float32, "B, H", q.shape[:2])
-    if budget.size and not (budget.min() > 0 and budget.max() <= 1):
-        raise ValueError(f"budget: want more than 0, at most 1, got {budget.min()} to {budget.max()}")
+    most = float(budget.max(initial=0))
+    if budget.size and not (budget.min() > 0 and most <= 1):
+        raise ValueError(f"budget: want more than 0, at most 1, got {budget.min()} to {most}")
     want_tail("tail", tail, key)
     wanted = budget.astype(np.float64)
-    rates = np.where(wanted < 1, tail * wanted, 1.0)
-    with np.errstate(invalid="ignore"):
-        shares = np.where(wanted < 1, (wanted - rates) / (1 - rates), 1.0)
+    rates = tail * wanted
+    with np.errstate(invalid="ignore"):  # budget and tail both 1
+        shares = (wanted - rates) / (1 - rates)
+    if most == 1:
+        rates[wanted == 1] = shares[wanted == 1] = 1
     return rates, shares
 
 
