@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from magicpig_cli import kernels
 from magicpig_cli.kernels import reference
-from tests.kernels.data import ROW_TYPES
-from tests.kernels.test_product import RELAXED, make_weights, vectors
+from tests.kernels.data import RELAXED, ROW_TYPES
+from tests.kernels.test_product import make_weights, vectors
 from tests.tolerances import close_block
 
 EPS = 1e-5

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from magicpig_cli import kernels
-from tests.kernels.data import ROW_TYPES, to_bits
+from tests.kernels.data import RELAXED, ROW_TYPES, to_bits
 from tests.tolerances import close_product
-
-RELAXED = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def as_weights(matrices: list[np.ndarray], dtype: str) -> kernels.Weights:
