@@ -22,9 +22,9 @@ from magicpig_cli.cache.store import as_array
 from magicpig_cli.config import BUDGET_RANGE
 
 _STREAM = 1  # of the counter; 0 draws the directions of hash tables
-# By --target-error: a head whose estimated error comes near the target reads twice as much in the next step; one that is
-# below half of it reads 0.7 times as much, where the error, which goes with 1 / budget, is not near it. In between a
-# budget stays. Queries differ from step to step: raised only above the target itself, an RMS of 0.052 was had for 0.05.
+# By --target-error: a head whose estimated error comes near the target reads twice as much in the next step; one that
+# is below half of it reads 0.7 times as much, where the error, which goes with 1 / budget, is not near it. In between a
+# budget stays. Queries differ from step to step: raised only above the target, an RMS of 0.052 was had for 0.05.
 RAISE, RAISE_ABOVE = 2.0, 0.75
 LOWER, LOWER_BELOW = 0.5**0.5, 0.5
 
