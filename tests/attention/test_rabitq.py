@@ -42,7 +42,7 @@ def test_directions_depend_on_seed_and_layer_alone():
 
 def test_a_budget_rises_at_once_and_falls_with_a_margin():
     budgets = np.full(5, 0.02, dtype=np.float32)
-    moved = next_budgets(budgets, np.array([0.051, 0.05, 0.026, 0.024, 0.0]), 0.05)
+    moved = next_budgets(budgets, np.array([0.051, 0.037, 0.026, 0.024, 0.0]), 0.05)
     assert moved.dtype == np.float32
     assert moved.tolist() == pytest.approx([0.04, 0.02, 0.02, 0.02 * 0.5**0.5, 0.02 * 0.5**0.5])
 

@@ -52,7 +52,8 @@ def test_chat_gives_what_transformers_generates(demo_available):
     assert set(document["timing"]) == {"load_s", "ttft_s", "prefill_tok_s", "decode_tok_s", "tpot_ms"}
     assert set(document["timing"]["tpot_ms"]) == {"mean", "p50", "p90", "p99"}
     assert set(document["attention"]) == {
-        "mode", "K", "L", "sink", "local", "dense_layers", "sampled_ratio", "segments",
+        "mode", "sampler", "K", "L", "budget", "tail", "bits", "target_error", "sink", "local", "dense_layers",
+        "sampled_ratio", "budget_used", "attn_error_estimate", "segments",
     }  # fmt: skip
     assert set(document["memory"]) == {"kv_bytes", "index_bytes", "rss_bytes", "vram_bytes"}
 
