@@ -162,10 +162,11 @@ class Attention:
         record.sampled[layer][b] = int(found.sampled[row].sum())
         record.offloaded[layer][b] = index.length * found.sampled.shape[1]
         if error is not None:
-            record.squares[layer][b] = float(np.square(error[row], dtype=np.float64).mean())
+            wide = error[row].astype(np.float64)
+            record.squares[layer][b] = float(wide @ wide) / len(wide)
             self._sampler.learn(index, error[row])
         if found.budget is not None:
-            record.budgets[layer][b] = float(found.budget[row].mean(dtype=np.float64))
+            record.budgets[layer][b] = float(found.budget[row].sum(dtype=np.float64)) / found.budget.shape[1]
 
     def _measure(
         self, caches: SequenceOf[LayerCache], picked: SequenceOf[int], queries: torch.Tensor, attended: Partial,

@@ -95,13 +95,10 @@ class RabitqSampler:
     def learn(self, index: Index, error: np.ndarray) -> None:
         if self.target_error is not None:
             assert isinstance(index, SignatureIndex)
-            index.budgets = next_budgets(self._budgets(index, len(error)), error, self.target_error)
-
-    def _budgets(self, index: SignatureIndex, heads: int) -> np.ndarray:
-        """float32 [H] of a sequence's next step: they belong to its index, so neighbours in a batch do not matter."""
-        if index.budgets is None:
-            return np.full(heads, self.budget, dtype=np.float32)
-        return index.budgets
+            budgets = index.budgets  # the index's, so neighbours in a batch do not matter
+            if budgets is None:
+                budgets = np.full(len(error), self.budget, dtype=np.float32)
+            index.budgets = next_budgets(budgets, error, self.target_error)
 
     def attend(
         self, layer: int, q: torch.Tensor, caches: list[LayerCache], rule: LogitRule, record: StepRecorder,
@@ -112,7 +109,8 @@ class RabitqSampler:
             if sampled is None or sampled[b]:
                 assert isinstance(cache.index, SignatureIndex), "sampling needs an index"
                 groups.append(cache.index.signed_rows)
-                budgets[b] = self._budgets(cache.index, q.shape[1])
+                if cache.index.budgets is not None:
+                    budgets[b] = cache.index.budgets
             else:
                 groups.append(kernels.SignedRows(cache.store.table, ()))
         done = kernels.rabitq_attend(
