@@ -90,7 +90,7 @@ def settings_of(case: Case) -> Settings:
     return Settings(context=parse_tokens(case.context), model=model, allow_extrapolation=case.extrapolate)
 
 
-COLUMNS = ("model", "context", "card", "free DRAM", "batch", "K", "L", "host bytes", "device bytes")
+COLUMNS = ("model", "context", "card", "free DRAM", "batch", "sampler", "host bytes", "device bytes")
 
 
 def cells(case: Case, shape: ModelShape) -> list[str]:
@@ -104,11 +104,11 @@ def cells(case: Case, shape: ModelShape) -> list[str]:
         chosen = plan(machine, shape, settings, profile, why)
     except MagicpigError as refusal:
         need = refusal.message.rpartition(" = ")[2]  # of a sum, what it comes to and what there is
-        return [*begin, "-", "-", "-", f"refused: {need}. {refusal.hint}", "-"]
+        return [*begin, "-", "-", f"refused: {need}. {refusal.hint}", "-"]
     host = reserved_host(chosen, chosen.context, chosen.batch_size)
     there = device(chosen, chosen.batch_size)
     on_device = format_bytes(total(there)) if there else "-"
-    numbers = [str(chosen.batch_size), str(chosen.K), str(chosen.L)]
+    numbers = [str(chosen.batch_size), f"{chosen.sampler} {chosen.title.partition(' ')[2]}"]
     return [*begin, *numbers, format_bytes(total(host)), on_device]
 
 

@@ -147,14 +147,13 @@ def _weights_bytes(shape: ModelShape, form: WeightType) -> int:
 
 
 def _best_sampler(hardware: Hardware, draft: Plan, settings: Settings, profile: Profile) -> _Choice:
-    """What fits with the sampler that was asked for, or with the best one where a profile leaves that open.
+    """What fits with the sampler that `auto` means, or with the best one where a profile leaves that open.
 
     That is the more accurate one, as far as steps are not much longer with it. Raises MemoryBudgetError.
     """
-    names = SAMPLERS if profile.sampler == "auto" else (profile.sampler,)
     found: list[_Choice] = []
     refusals: list[MemoryBudgetError] = []
-    for name in names:
+    for name in _samplers(settings.attention, profile):
         try:
             found.append(_that_fits(hardware, replace(draft, auto_sampler=name), settings, profile))
         except MemoryBudgetError as refusal:
@@ -167,6 +166,15 @@ def _best_sampler(hardware: Hardware, draft: Plan, settings: Settings, profile: 
     fastest = min((ms for ms in times if ms is not None), default=None)
     near = [choice for choice, ms in zip(found, times, strict=True) if ms is None or ms <= SAME_SPEED * (fastest or ms)]
     return min(near, key=lambda choice: choice.plan.expected_error or 0.0)
+
+
+def _samplers(attention: AttentionOptions, profile: Profile) -> tuple[str, ...]:
+    """With which ones the mode `auto` may sample: who sets the size of tables means tables."""
+    if any(option is not None for option in (attention.K, attention.L)):
+        return ("lsh",)
+    if any(option is not None for option in (attention.budget, attention.bits, attention.target_error)):
+        return ("rabitq",)
+    return SAMPLERS if profile.sampler == "auto" else (profile.sampler,)
 
 
 def _that_fits(hardware: Hardware, draft: Plan, settings: Settings, profile: Profile) -> _Choice:

@@ -375,7 +375,7 @@ def test_read_only_input(isa):
         ({"budget": np.full((1, 2), np.nan, np.float32)}, "budget: want more than 0, at most 1, got nan"),
         ({"tail": 1.1}, "tail: want 0 to 1, got 1.1"),
         ({"tail": math.nan}, "tail: want 0 to 1, got nan"),
-        ({"key": (-1, 0)}, "hash seed: want 0 to 9223372036854775807, got -1"),
+        ({"key": (-1, 0)}, "hash seed: want 0 to 18446744073709551615, got -1"),
         ({"groups": []}, "groups: want one for each of 1 sequences, got 0"),
         ({"basis": make_basis(32, 16)}, "groups: want 32 bits, as the basis has, got 64"),
         ({"q": np.zeros((1, 2, 15), np.float32)}, "q: want float32"),

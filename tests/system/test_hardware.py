@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from magicpig_cli import hardware
-from magicpig_cli.config import ModelOptions, Settings
+from magicpig_cli.config import AttentionOptions, ModelOptions, Settings
 from magicpig_cli.errors import MemoryBudgetError
 from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.planner import plan
@@ -18,7 +18,7 @@ SMOL = ModelShape(
     family="llama", layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, vocab=49_152,
     layer_windows=(None,) * 30, context=8192, params=134_515_008,
 )  # fmt: skip
-SETTINGS = Settings(ModelOptions(device="cpu", dtype="float32"))
+SETTINGS = Settings(ModelOptions(device="cpu", dtype="float32"), AttentionOptions("lsh"))
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

@@ -352,7 +352,7 @@ def test_every_choice_has_a_reason():
         "context 131,072",
         "llama3 scaling of 8,192",
         "attention auto",
-        "K=10 L=150",
+        "rabitq",
         "threads 8",
         "bfloat16",
     ):

@@ -31,7 +31,7 @@ MACHINE = Hardware(
 )  # fmt: skip
 # As the shipped ones: dense layers of the paper, tables by context.
 PAPER = Profile(
-    name="paper",
+    name="paper", sampler="lsh",
     tables=(TableSize(8, 75, 16_384), TableSize(9, 120, 32_768), TableSize(10, 150, 131_072), TableSize(11, 300)),
     dense_layers=(0, 16, 32, 48, 64), chunk=2048, max_batch=32, host_reserve=3 * GIB, device_reserve=1536 * MIB,
 )  # fmt: skip
@@ -305,8 +305,8 @@ def test_what_is_expected_to_be_sampled():
 
 def test_a_profile_is_followed_and_named():
     profile = Profile(
-        name="mine", sink=2, local=128, chunk=256, threads=4, max_batch=3, auto_lsh_from=2048, host_reserve=2 * GIB,
-        dense_layers=(0, 5, 99), tables=(TableSize(7, 60),),
+        name="mine", sampler="lsh", sink=2, local=128, chunk=256, threads=4, max_batch=3, auto_lsh_from=2048,
+        host_reserve=2 * GIB, dense_layers=(0, 5, 99), tables=(TableSize(7, 60),),
     )  # fmt: skip
     hardware, llama = machine(256, None), SHAPES["Llama-3.1-8B"]
     chosen = plan(hardware, llama, settings(16_384), profile, "as asked")

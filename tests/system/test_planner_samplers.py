@@ -23,12 +23,29 @@ def chosen(profile=BUILT_IN, machine=MEASURED, **attention):
 
 
 def test_auto_samples_with_what_the_profile_says():
-    assert AUTO_SAMPLER == "lsh"
-    assert chosen().sampler == "lsh"
-    assert chosen(replace(BUILT_IN, sampler="rabitq")).sampler == "rabitq"
+    assert AUTO_SAMPLER == "rabitq"
+    assert chosen().sampler == "rabitq"
+    assert chosen(replace(BUILT_IN, sampler="lsh")).sampler == "lsh"
     assert chosen(replace(BUILT_IN, sampler="rabitq"), mode="lsh").sampler == "lsh"
     assert chosen(replace(BUILT_IN, sampler="lsh"), mode="rabitq").sampler == "rabitq"
     assert chosen(mode="exact").sampler is None
+
+
+@pytest.mark.parametrize("of_profile", ["lsh", "rabitq", "auto"])
+@pytest.mark.parametrize(
+    ("options", "sampler"),
+    [
+        ({"K": 9}, "lsh"),
+        ({"L": 120}, "lsh"),
+        ({"budget": 0.01}, "rabitq"),
+        ({"bits": 64}, "rabitq"),
+        ({"target_error": 0.05}, "rabitq"),
+        ({"K": 9, "budget": 0.01}, "lsh"),
+        ({"K": 9, "mode": "rabitq"}, "rabitq"),
+    ],
+)
+def test_options_of_one_sampler_choose_it(of_profile, options, sampler):
+    assert chosen(replace(BUILT_IN, sampler=of_profile), **options).sampler == sampler
 
 
 def test_left_to_the_planner_it_is_the_more_accurate_one_unless_that_is_slow():
@@ -39,13 +56,13 @@ def test_left_to_the_planner_it_is_the_more_accurate_one_unless_that_is_slow():
     slow = replace(MEASURED, speeds=replace(MEASURED.speeds, scan_ns=100.0))
     assert predict(chosen(machine=slow, mode="rabitq"), N).ms_per_token > 1.1 * predict(tables, N).ms_per_token
     assert chosen(either, machine=slow).sampler == "lsh"
-    assert chosen(either, budget=0.003).sampler == "lsh"  # so few keys err more than tables do
+    assert chosen(replace(either, budget=0.003)).sampler == "lsh"  # so few keys err more than tables do
     room = signatures.weights_bytes + signatures.host_reserve + signatures.sequence_bytes(N)
     full = replace(MEASURED, memory_free=room)
     with pytest.raises(MemoryBudgetError, match="does not fit") as caught:
         chosen(machine=full, mode="lsh", K=10, L=150)
     assert caught.value.hint
-    assert chosen(either, machine=full, K=10, L=150).sampler == "rabitq"
+    assert chosen(either, machine=full).sampler == "rabitq"
 
 
 def test_what_is_expected_of_signatures():
