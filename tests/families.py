@@ -89,7 +89,8 @@ CASES = (
     Case("Phi-4-mini, long", "phi3", {**_longrope(6, 64), "partial_rotary_factor": 0.75, "sliding_window": None,
          "tie_word_embeddings": True}, "longrope on three quarters of a head, tied head",
          ragged=(170, 130, 90, 70), context=2048),
-    Case("Phi-4", "phi3", {"sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 250000.0}}),
+    Case("Phi-4", "phi3",
+         {"sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 250000.0}}),
     Case("Gemma 2", "gemma2", {}, "soft caps, norms around both halves"),
     Case("Gemma 2, head dim 256", "gemma2", {"head_dim": 256, "query_pre_attn_scalar": 256}, "soft caps"),
     Case("Gemma 3", "gemma3_text", {}, "two sets of rotary frequencies"),
@@ -100,7 +101,14 @@ CASES = (
     Case("Granite, attention multiplier", "granite", {}),
     Case("Granite 3", "granite", _GRANITE, "multipliers of embedding, residual and logits"),
     Case("OLMo 2", "olmo2", {}, "norms after both halves only"),
-    Case("SmolLM3", "smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}, "every second layer without positions"),
+    Case("SmolLM3", "smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2},
+         "every second layer without positions"),
+)  # fmt: skip
+
+# Families that people ask for and that cannot be used; the reasons are `unsupported_reason`'s.
+REFUSED = (
+    "gpt_oss", "deepseek_v3", "kimi_linear", "llama4_text", "qwen3_next", "qwen3_5_text", "gemma3", "gemma4_text",
+    "mamba2", "jamba", "granitemoehybrid", "granite_swa", "falcon", "bloom", "gpt2", "t5",
 )  # fmt: skip
 
 

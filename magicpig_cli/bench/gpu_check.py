@@ -81,12 +81,13 @@ _LLAMA_8B = {
     },
 }  # fmt: skip
 FULL = Sizes(
-    name="Llama-3.1-8B", config=_LLAMA_8B, context=98_304, batches=(1, 2, 4, 8), prompt=8192, steps=16, row_s=6.0, tile=16_384,
-    models={"tiny": _TINY, "demo size": _DEMO}, parity=Tokens(prompt=1500, steps=16),
+    name="Llama-3.1-8B", config=_LLAMA_8B, context=98_304, batches=(1, 2, 4, 8), prompt=8192, steps=16, row_s=6.0,
+    tile=16_384, models={"tiny": _TINY, "demo size": _DEMO}, parity=Tokens(prompt=1500, steps=16),
 )  # fmt: skip
 TOY = Sizes(
-    name="toy", config={**_TINY, "dtype": "bfloat16", "num_hidden_layers": 4}, context=2048, batches=(1, 2), prompt=300, steps=4,
-    row_s=1.0, tile=512, models={"tiny": _TINY, "demo size": {**_DEMO, "num_hidden_layers": 2, "vocab_size": 512}},
+    name="toy", config={**_TINY, "dtype": "bfloat16", "num_hidden_layers": 4}, context=2048, batches=(1, 2),
+    prompt=300, steps=4, row_s=1.0, tile=512,
+    models={"tiny": _TINY, "demo size": {**_DEMO, "num_hidden_layers": 2, "vocab_size": 512}},
     parity=Tokens(prompt=400, steps=4),
 )  # fmt: skip
 

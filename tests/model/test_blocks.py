@@ -13,7 +13,7 @@ from tests.tiny import FAMILIES, MIXTURES, tiny_model
 from tests.tolerances import close_logits
 
 # Experts are no gated MLP, and a Granite with a factor of its own on what a block adds is none of these.
-OWN_CODE = {**dict.fromkeys(MIXTURES, {}), "granite": {"residual_multiplier": 0.5}}
+OWN_CODE = {**{family: {} for family in MIXTURES}, "granite": {"residual_multiplier": 0.5}}
 TAKEN = [family for family in FAMILIES if family not in MIXTURES]
 
 
