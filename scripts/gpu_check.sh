@@ -53,8 +53,12 @@ if [ -n "$wheelhouse" ]; then
   # If that Python is one of an environment itself, its packages are not the system's: name them.
   "$python" -c 'import sysconfig; print(*{sysconfig.get_path(name) for name in ("purelib", "platlib")}, sep="\n")' \
     > "$own/of-the-machine.pth"
-  "$python" -m pip --disable-pip-version-check --quiet --python "$folder/venv/bin/python" install \
-    --no-index --find-links "$wheelhouse" --no-compile magicpig-cli 1>&2
+  install() {
+    "$python" -m pip --disable-pip-version-check --quiet --python "$folder/venv/bin/python" install \
+      --no-index --find-links "$wheelhouse" --no-compile "$@" magicpig-cli 1>&2
+  }
+  install --no-deps --ignore-installed  # also where that Python has another version of it
+  install                               # what it needs and the machine has not
   python=$folder/venv/bin/python
   cd "$folder"  # not to import the package from the working directory
 fi

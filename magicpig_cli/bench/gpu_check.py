@@ -35,12 +35,17 @@ from magicpig_cli.bench.overlap import measure_overlap
 from magicpig_cli.bench.report import meta
 from magicpig_cli.bench.synthetic import SyntheticLayer, SyntheticShape
 from magicpig_cli.cache.sequence import Sequence
+from magicpig_cli.cards import assumed
 from magicpig_cli.config import AttentionOptions, ModelOptions, Settings
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.errors import MagicpigError
 from magicpig_cli.kernels.memory import give_back_freed
-from magicpig_cli.planner.plan import Mode
+from magicpig_cli.model.loader import load_config
+from magicpig_cli.model.shape import ModelShape, shape_from_config
+from magicpig_cli.planner.plan import Mode, Plan
+from magicpig_cli.planning import plan_here
+from magicpig_cli.units import parse_bytes
 
 SAMPLERS = ("lsh", "rabitq")
 _KEPT_FREE = 4 << 30  # bytes of host memory that copies of the sequence leave alone
@@ -111,8 +116,11 @@ class Clock:
 class Check:
     """One run: the document grows as things are measured."""
 
-    def __init__(self, sizes: Sizes, device: torch.device, clock: Clock) -> None:
+    def __init__(
+        self, sizes: Sizes, device: torch.device, clock: Clock, memory: int | None = None, output: Path | None = None
+    ) -> None:  # fmt: skip
         self.sizes, self.device, self.clock = sizes, device, clock
+        self.memory, self.output = memory, output
         self.document: dict[str, Any] = {
             "meta": {}, "parity": {"tokens_equal": None, "max_logit_diff": None}, "rows": [], "overlap_percent": None,
             "prefill_tok_s": None, "prefill": {}, "overlap": {}, "faster_than_offloaded": {}, "seconds": {},
@@ -146,6 +154,11 @@ class Check:
     def say(self, text: str) -> None:
         print(f"gpu_check: {self.clock.spent:5.0f} s  {text}", file=sys.stderr, flush=True)
 
+    def _keep(self) -> None:
+        """What is there so far, for the case that the run is ended from outside."""
+        if self.output is not None:
+            self.output.write_text(json.dumps(self.document) + "\n", encoding="utf-8")
+
     def _skip(self, what: str, why: str) -> None:
         self.document["skipped"][what] = why
         self.say(f"{what} left out: {why}")
@@ -163,6 +176,7 @@ class Check:
             self.say(text)
         finally:
             self.document["seconds"][name] = round(time.monotonic() - begin, 1)
+            self._keep()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             give_back_freed()
@@ -188,12 +202,17 @@ class Check:
     def _load(self, folder: Path) -> Engine:
         path = folder / f"{self.sizes.name}.json"
         path.write_text(json.dumps(self.sizes.config), encoding="utf-8")
-        engine = Engine.load(self._settings(str(path), "lsh"))
-        self.document["meta"] = meta(engine, hardware.probe()) | _driver(self.device)
+        settings = self._settings(str(path), "lsh")
+        engine = Engine.load(settings, planned=self._plan(shape_from_config(load_config(settings.model)), settings))
+        self.document["meta"] |= meta(engine, hardware.probe()) | _driver(self.device)
         return engine
+
+    def _plan(self, shape: ModelShape, settings: Settings) -> Plan:
+        return plan_here(shape, settings, assume=lambda machine: assumed(machine, None, self.memory))
 
     def _prefill(self) -> None:
         """Exact attention over a prompt from the start; tables are not part of it."""
+        self._forget_peak()
         rates = []
         for _ in range(2):  # the first warms up
             sequence, ids = self.engine.new_sequence(), _ids(self.sizes.prompt)
@@ -203,7 +222,7 @@ class Check:
             rates.append(len(ids) / (self._now() - begin))
             sequence.release()
         self.document["prefill_tok_s"] = rates[-1]
-        self.document["prefill"]["tokens"] = self.sizes.prompt
+        self.document["prefill"] |= {"tokens": self.sizes.prompt, "vram_bytes": self._peak_bytes()}
 
     def _tiles(self) -> Iterator[torch.Tensor]:
         """Rows [Hkv, tile, 2, D] of every layer, on the host."""
@@ -262,14 +281,15 @@ class Check:
         engine = self.engine
         if engine.plan.mode == sampler:
             return engine.runner
-        from magicpig_cli.planning import plan_here
-
-        planned = plan_here(engine.shape, self._settings(self.sizes.name, sampler))
+        planned = self._plan(engine.shape, self._settings(self.sizes.name, sampler))
         return ModelRunner(engine.runner.model, engine.shape, planned, self.device, hash_seed=0)
 
     def _room_for_another(self, runner: ModelRunner, filling_s: float) -> bool:
         need = runner.plan.sequence_bytes(self.sizes.context) + _KEPT_FREE
-        return hardware.free_memory() > need and self.clock.left > _RESERVE_S + 1.5 * filling_s
+        free = hardware.free_memory()
+        if self.memory is not None:
+            free = self.memory - hardware.process_bytes()
+        return free > need and self.clock.left > _RESERVE_S + 1.5 * filling_s
 
     def _row(self, name: str, runner: ModelRunner, sequences: list[Sequence], mode: str, own: int) -> None:
         """Time steps of a batch and add them to the document; sequences are as before afterwards."""
@@ -277,8 +297,7 @@ class Check:
         if self.clock.left < 0:
             self._skip(f"{name}, batch {batch}", "no time was left")
             return
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+        self._forget_peak()
         found = list(self._steps(runner, sequences, mode))[1:]  # the first warms up
         samples = [ms for ms, _ in found]
         steps = [stats for _, stats in found]
@@ -290,6 +309,7 @@ class Check:
             "sampled_ratio": statistics.mean(ratios) if ratios else None, "own_memory": own, "samples_ms": samples,
         }  # fmt: skip
         self.document["rows"].append(row)
+        self._keep()
         self.say(f"{name}, batch {batch}: {row['tpot_ms']:.1f} ms per step")
 
     def _steps(self, runner: ModelRunner, sequences: list[Sequence], mode: str) -> Iterator[tuple[float, Any]]:
@@ -349,6 +369,10 @@ class Check:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
+    def _forget_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
     def _peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
 
@@ -363,11 +387,18 @@ def _driver(device: torch.device) -> dict[str, Any]:
     return {"cuda": torch.version.cuda, "gpu_bytes": torch.cuda.mem_get_info(device)[1]}
 
 
-def check(sizes: Sizes, device: torch.device, limit_s: float) -> dict[str, Any]:
-    """Run everything; the document of CLI.md's `scripts/gpu_check.sh` with more keys beside."""
-    run = Check(sizes, device, Clock(limit_s))
+def check(
+    sizes: Sizes, device: torch.device, limit_s: float, memory: int | None = None, output: Path | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """Run everything; the document of CLI.md's `scripts/gpu_check.sh` with more keys beside.
+
+    memory: bytes of host memory to count on instead of what the system calls free; output: kept up to date meanwhile.
+    """
+    run = Check(sizes, device, Clock(limit_s), memory, output)
+    run.document["meta"]["dry_run"] = sizes is TOY
     run.run()
     run.document["seconds"]["total"] = round(run.clock.spent, 1)
+    run._keep()
     return run.document
 
 
@@ -376,14 +407,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="on the CPU at toy size: tests this program, no figures")
     parser.add_argument("--device", default="cuda", help="cuda or cuda:N")
     parser.add_argument("--limit", type=float, default=420.0, metavar="SECONDS", help="no row begins later")
+    parser.add_argument("--memory", type=parse_bytes, metavar="SIZE",
+                        help="host memory to count on, like 120GiB, where the system says less")  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="FILE", help="keep the document there while it grows")
     given = parser.parse_args(arguments)
     if not given.dry_run and not torch.cuda.is_available():
         print(f"error: torch {torch.__version__} sees no GPU here", file=sys.stderr)
         print("hint: nvidia-smi; or --dry-run", file=sys.stderr)
         return 1
-    device = torch.device("cpu" if given.dry_run else given.device)
-    document = check(TOY if given.dry_run else FULL, device, given.limit)
-    document["meta"]["dry_run"] = given.dry_run
+    sizes, device = (TOY, torch.device("cpu")) if given.dry_run else (FULL, torch.device(given.device))
+    document = check(sizes, device, given.limit, given.memory, given.output)
     print(json.dumps(document))
     return 0 if not document["problems"] and document["parity"]["tokens_equal"] else 1
 

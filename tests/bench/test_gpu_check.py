@@ -1,4 +1,4 @@
-"""scripts/gpu_check.sh as far as it goes without a GPU: everything at toy size on the CPU, and the parts it is made of."""
+"""scripts/gpu_check.sh as far as it goes without a GPU: all of it at toy size on the CPU, and what it is made of."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ MODES = ("exact-on-gpu", "exact-offloaded", "lsh")
 
 def script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "scripts/gpu_check.sh", *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=500,
-        env={**os.environ, "PYTHON": sys.executable, **environment},
+        ["bash", "scripts/gpu_check.sh", *arguments], cwd=ROOT, capture_output=True, text=True, check=False,
+        timeout=500, env={**os.environ, "PYTHON": sys.executable, **environment},
     )  # fmt: skip
 
 
-def test_a_dry_run_goes_to_the_end():
-    done = script("--dry-run")
+def test_a_dry_run_goes_to_the_end(tmp_path):
+    done = script("--dry-run", "--output", str(tmp_path / "kept.json"))
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
+    assert json.loads((tmp_path / "kept.json").read_text()) == document
     assert document["problems"] == []
     assert document["meta"]["dry_run"]
     assert document["parity"]["tokens_equal"]
@@ -91,6 +92,24 @@ def test_no_row_begins_when_time_is_up():
     document = gpu_check.check(gpu_check.TOY, torch.device("cpu"), limit_s=0)
     assert document["rows"] == []
     assert document["skipped"]["lsh, batch 2"] == "no time was left"
+
+
+def test_sequences_share_memory_where_there_is_none_for_each():
+    """One has memory of its own, whatever is free; the other is a fork of it."""
+    document = gpu_check.check(gpu_check.TOY, torch.device("cpu"), limit_s=300, memory=4 << 30)
+    assert document["problems"] == []
+    assert [row["own_memory"] for row in document["rows"] if row["mode"] == "lsh"] == [1, 1]
+
+
+def test_what_was_measured_is_kept_when_a_run_is_ended(monkeypatch, tmp_path):
+    def end(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_check.Check, "_overlap", end)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check.check(gpu_check.TOY, torch.device("cpu"), 300, output=tmp_path / "kept.json")
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    assert [row["mode"] for row in kept["rows"]][-2:] == ["lsh", "exact-offloaded"]
 
 
 def test_parity_notices_another_model(monkeypatch):
