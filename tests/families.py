@@ -108,7 +108,8 @@ CASES = (
 # Families that people ask for and that cannot be used; the reasons are `unsupported_reason`'s.
 REFUSED = (
     "gpt_oss", "deepseek_v3", "kimi_linear", "llama4_text", "qwen3_next", "qwen3_5_text", "gemma3", "gemma4_text",
-    "mamba2", "jamba", "granitemoehybrid", "granite_swa", "falcon", "bloom", "gpt2", "t5",
+    "mamba2", "jamba", "granitemoehybrid", "granite_swa", "diffllama", "stablelm", "nemotron", "falcon", "bloom",
+    "gpt2", "t5",
 )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
     """A config of the family with small sizes."""
-    return AutoConfig.for_model(family, **{**_COMMON, **_FAMILIES[family], **overrides})
+    return AutoConfig.for_model(family, **{**_COMMON, **_FAMILIES.get(family, {}), **overrides})
 
 
 def tiny_model(family: str, **overrides: Any) -> PreTrainedModel:

@@ -7,6 +7,7 @@ Sources of truth: the modeling code of transformers 5.24 (which layers attend th
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ _WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "ministral3", "mixtral", "olmoe",
 # Families whose `max_position_embeddings` already holds the length after linear scaling.
 _LINEAR_ALREADY_APPLIED = ("gemma3",)
 
+# How a decoder block calls its attention in modeling code, up to the closing parenthesis.
+_ATTENTION_CALL = re.compile(r"self\.(?:self_attn|attn|attention|self_attention)(\((?:[^()]|\([^()]*\))*\))")
 
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx")
 
@@ -320,6 +323,10 @@ def _unusual_code(config: PretrainedConfig) -> Iterable[str]:
         yield f"{family!r} is not a causal language model"
     elif "s_aux=" in code:
         yield f"{family!r} adds attention sinks to the softmax, which the sampler does not know"
+    elif "lambda_init" in code:
+        yield f"{family!r} subtracts one attention from another"
+    elif (calls := _ATTENTION_CALL.findall(code)) and not any("kwargs" in call for call in calls):
+        yield f"{family!r} does not pass keyword arguments on to its attention"
 
 
 def _modeling_code(config: PretrainedConfig) -> str | None:

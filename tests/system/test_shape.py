@@ -156,7 +156,7 @@ def test_verified_families_are_supported(family):
     assert shape_from_config(config(family)).verified
 
 
-@pytest.mark.parametrize("family", ["starcoder2", "stablelm", "cohere2", "glm4"])
+@pytest.mark.parametrize("family", ["starcoder2", "olmo3", "cohere2", "glm4", "afmoe"])
 def test_other_families_with_the_attention_interface_should_work(family):
     assert unsupported_reason(config(family)) is None
     assert not shape_from_config(config(family)).verified
@@ -177,6 +177,9 @@ def test_other_families_with_the_attention_interface_should_work(family):
         ("modernbert", "not a causal"),
         ("bloom", "attention interface"),
         ("gpt_oss", "sinks"),
+        ("diffllama", "subtracts"),
+        ("stablelm", "keyword arguments"),
+        ("nemotron", "keyword arguments"),
     ],
 )
 def test_unsupported_families_say_why(family, words):
