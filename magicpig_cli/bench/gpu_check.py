@@ -257,7 +257,8 @@ class Check:
     def _sampled(self, sampler: str, offloaded: bool) -> None:
         """Rows of a sampler, and beside those of the first one exact steps over the same rows in host memory."""
         runner = self._runner(sampler)
-        sequences, own, filling_s = [], 0, 0.0
+        sequences: list[Sequence] = []
+        own, filling_s = 0, 0.0
         for batch in self.sizes.batches:
             while len(sequences) < batch:
                 if not sequences or self._room_for_another(runner, filling_s):

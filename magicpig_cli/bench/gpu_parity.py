@@ -18,7 +18,7 @@ from magicpig_cli.planner import plan
 
 # Every key is hit in two tables with probability 1 − 2⁻²⁹⁰: what is compared is rounding, not two draws. Codes of keys
 # that lie on a hash plane may differ between devices, so other tables would sample other keys.
-_EVERY_KEY = {"K": 1, "L": 300}
+_K, _L = 1, 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,12 @@ def _random(config: dict[str, Any]) -> PreTrainedModel:
         made: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             AutoConfig.for_model(**config), dtype=torch.float32, attn_implementation="magicpig"
         )
-    return made.train(False).requires_grad_(False)
+    made.train(False).requires_grad_(False)
+    return made
 
 
 def _runner(model: PreTrainedModel, mode: str, device: torch.device) -> ModelRunner:
-    attention = AttentionOptions(mode, kv_dtype="float32", **(_EVERY_KEY if mode == "lsh" else {}))
+    attention = AttentionOptions(mode, K=_K, L=_L, kv_dtype="float32")
     settings = Settings(ModelOptions(device=str(device), dtype="float32"), attention)
     shape = shape_from_config(model.config)
     return ModelRunner(model, shape, plan(hardware.probe(), shape, settings), device, hash_seed=0)
