@@ -27,13 +27,22 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "smollm3": {},
     "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
-}
+    "qwen2_moe": {
+        "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80,
+        "sliding_window": 48, "use_sliding_window": False,
+    },
+    "qwen3_moe": {
+        "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 24,
+        "use_sliding_window": False,
+    },
+}  # fmt: skip
 FAMILIES = tuple(_FAMILIES)
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
 def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
     """A config of the family with small sizes."""
-    return AutoConfig.for_model(family, **{**_COMMON, **_FAMILIES[family], **overrides})
+    return AutoConfig.for_model(family, **{**_COMMON, **_FAMILIES.get(family, {}), **overrides})
 
 
 def tiny_model(family: str, **overrides: Any) -> PreTrainedModel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _FORMAT = 1  # raise when converted folders of older versions must not be used
 _MAGIC = b"GGUF"
+_PART_NAME = re.compile(r"-(\d{5})-of-(\d{5})$")  # of a file that was split, before its suffix
 _LEFT_BEHIND_S = 24 * 3600  # a temporary folder of that age belongs to a process that was killed
 _STAGE = "converting the GGUF file, once"
 
@@ -45,6 +47,13 @@ def check(path: Path) -> None:
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise ModelError(f"{path} is not a GGUF file", hint="download it again")
+    part = _PART_NAME.search(path.stem)
+    if part and int(part[2]) > 1:
+        first, whole = (path.with_name(path.name.replace(part[0], by)) for by in (f"-00001-of-{part[2]}", ""))
+        raise ModelError(
+            f"{path} is part {int(part[1])} of {int(part[2])} of a GGUF file; only whole ones can be read",
+            hint=f"llama-gguf-split --merge {first} {whole}",
+        )
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelError(

@@ -97,7 +97,8 @@ def _attend(
         )
     window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
     rule = LogitRule(scaling if scaling is not None else query.shape[-1] ** -0.5, kwargs.get("softcap"))
-    return magicpig.attend(int(module.layer_idx), window, query, key, value, rule), None  # type: ignore[arg-type]
+    out = magicpig.attend(int(module.layer_idx), window, query, key, value, rule)  # type: ignore[arg-type]
+    return out.contiguous(), None  # as transformers' own functions give it: some families take a view of it
 
 
 AttentionInterface.register("magicpig", _attend)

@@ -7,6 +7,7 @@ Sources of truth: the modeling code of transformers 5.24 (which layers attend th
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,10 @@ from magicpig_cli.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Proven by tests: greedy tokens with exact attention equal transformers' own (EVIDENCE.md section 4).
+# Proven by tests: greedy tokens with exact attention equal transformers' own (docs/families.md).
 VERIFIED_FAMILIES = frozenset({
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "smollm3", "mixtral",
+    "qwen2_moe", "qwen3_moe",
 })  # fmt: skip
 
 # Families whose attention passes `config.sliding_window` in every layer and never looks at `layer_types`.
@@ -28,6 +30,8 @@ _WINDOW_IN_EVERY_LAYER = frozenset({"mistral", "ministral3", "mixtral", "olmoe",
 # Families whose `max_position_embeddings` already holds the length after linear scaling.
 _LINEAR_ALREADY_APPLIED = ("gemma3",)
 
+# How a decoder block calls its attention in modeling code, up to the closing parenthesis.
+_ATTENTION_CALL = re.compile(r"self\.(?:self_attn|attn|attention|self_attention)(\((?:[^()]|\([^()]*\))*\))")
 
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx")
 
@@ -204,10 +208,10 @@ def _rope_parameters(config: PretrainedConfig) -> Mapping[str, Any]:
 
 def _estimate_params(config: PretrainedConfig) -> int:
     """Parameters of a gated-MLP decoder with these sizes; within a few per cent for the verified families."""
-    hidden, layers, experts = config.hidden_size, config.num_hidden_layers, _experts(config)
-    router = hidden * experts if experts > 1 else 0
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    routers = len(_mixed_layers(config)) * hidden * _experts(config)
     matrices = sum(rows * length for rows, length in _matrices(config))
-    return int(matrices + layers * (router + 2 * hidden) + _expert_params(config) + hidden)
+    return int(matrices + routers + layers * 2 * hidden + _expert_params(config) + hidden)
 
 
 def _matrices(config: PretrainedConfig) -> list[tuple[int, int]]:
@@ -215,15 +219,18 @@ def _matrices(config: PretrainedConfig) -> list[tuple[int, int]]:
     hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    inner = _intermediate(config)
     embeddings = 1 if getattr(config, "tie_word_embeddings", False) else 2
     found = [
         (embeddings * config.vocab_size, hidden),
         (layers * (heads + 2 * kv_heads) * head_dim, hidden),
         (layers * hidden, heads * head_dim),
     ]
-    if _experts(config) == 1:
-        found += [(layers * 2 * inner, hidden), (layers * hidden, inner)]
+    mixed = len(_mixed_layers(config))
+    if shared := mixed and getattr(config, "shared_expert_intermediate_size", None):  # every token goes through it
+        found += [(mixed * 2 * shared, hidden), (mixed * hidden, shared), (mixed, hidden)]
+    if dense := layers - mixed:
+        inner = getattr(config, "intermediate_size", None) or 4 * hidden
+        found += [(dense * 2 * inner, hidden), (dense * hidden, inner)]
     return found
 
 
@@ -239,12 +246,17 @@ def _experts(config: PretrainedConfig) -> int:
     return getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
 
 
+def _mixed_layers(config: PretrainedConfig) -> list[int]:
+    """Layers that choose among experts: all of a mixture, but for those that Qwen's configs leave an MLP."""
+    if _experts(config) == 1:
+        return []
+    step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", None) or ()
+    return [n for n in range(config.num_hidden_layers) if n not in dense and (n + 1) % step == 0]
+
+
 def _expert_params(config: PretrainedConfig) -> int:
     """Parameters of all experts of all layers; 0 where there is no choice among them."""
-    experts = _experts(config)
-    if experts == 1:
-        return 0
-    return int(config.num_hidden_layers * 3 * config.hidden_size * _intermediate(config) * experts)
+    return int(len(_mixed_layers(config)) * 3 * config.hidden_size * _intermediate(config) * _experts(config))
 
 
 def _intermediate(config: PretrainedConfig) -> int:
@@ -311,6 +323,10 @@ def _unusual_code(config: PretrainedConfig) -> Iterable[str]:
         yield f"{family!r} is not a causal language model"
     elif "s_aux=" in code:
         yield f"{family!r} adds attention sinks to the softmax, which the sampler does not know"
+    elif "lambda_init" in code:
+        yield f"{family!r} subtracts one attention from another"
+    elif (calls := _ATTENTION_CALL.findall(code)) and not any("kwargs" in call for call in calls):
+        yield f"{family!r} does not pass keyword arguments on to its attention"
 
 
 def _modeling_code(config: PretrainedConfig) -> str | None:

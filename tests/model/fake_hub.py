@@ -18,9 +18,13 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class FakeHub:
-    """Models as folders by id, with one revision `main`; which of them are gated; which files were sent."""
+    """Models as folders by id, each the revision `main`; which of them are gated; which files were sent.
+
+    tags: other revisions of all models, by name: commit and folder.
+    """
 
     models: dict[str, Path] = field(default_factory=dict)
+    tags: dict[str, tuple[str, Path]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
     sent: list[str] = field(default_factory=list)
     url: str = ""
@@ -50,26 +54,31 @@ class FakeHub:
         model, action, revision, rest = "/".join(parts[:2]), parts[2], parts[3], parts[4:]
         if model not in self.models:
             send(request, 401, error="RepoNotFound")
-        elif revision not in ("main", COMMIT):
+        elif (found := self.revision(model, revision)) is None:
             send(request, 404, error="RevisionNotFound")
         elif listing:
-            send(request, 200, self.listing(model, action))
+            send(request, 200, self.listing(model, action, *found))
         elif model in self.gated:
             send(request, 401, error="GatedRepo")
-        elif not (file := self.models[model].joinpath(*rest)).is_file():
-            send(request, 404, error="EntryNotFound")
+        elif not (file := found[1].joinpath(*rest)).is_file():
+            send(request, 404, error="EntryNotFound", commit=found[0])
         else:
             if body:
                 self.sent.append(file.name)
-            send(request, 200, file.read_bytes(), body=body)
+            send(request, 200, file.read_bytes(), body=body, commit=found[0])
 
-    def listing(self, model: str, action: str) -> bytes:
+    def revision(self, model: str, name: str) -> tuple[str, Path] | None:
+        """Commit and folder of a revision by its name or commit."""
+        known = {"main": (COMMIT, self.models[model]), **self.tags}
+        return next((found for tag, found in known.items() if name in (tag, found[0])), None)
+
+    def listing(self, model: str, action: str, commit: str, folder: Path) -> bytes:
         if action == "revision":
-            return json.dumps({"id": model, "sha": COMMIT, "siblings": []}).encode()
-        files = sorted(path for path in self.models[model].rglob("*") if path.is_file())
+            return json.dumps({"id": model, "sha": commit, "siblings": []}).encode()
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
         return json.dumps([
             {
-                "type": "file", "path": str(path.relative_to(self.models[model])), "size": path.stat().st_size,
+                "type": "file", "path": str(path.relative_to(folder)), "size": path.stat().st_size,
                 "oid": etag(path.read_bytes()),
             }
             for path in files
@@ -81,12 +90,13 @@ def etag(content: bytes) -> str:
 
 
 def send(
-    request: BaseHTTPRequestHandler, status: int, content: bytes = b"", error: str | None = None, body: bool = True
-) -> None:
+    request: BaseHTTPRequestHandler, status: int, content: bytes = b"", error: str | None = None, body: bool = True,
+    commit: str = COMMIT,
+) -> None:  # fmt: skip
     request.send_response(status)
     if error:
         request.send_header("X-Error-Code", error)
-    request.send_header("X-Repo-Commit", COMMIT)
+    request.send_header("X-Repo-Commit", commit)
     request.send_header("ETag", f'"{etag(content)}"')
     request.send_header("Content-Length", str(len(content)))
     request.end_headers()

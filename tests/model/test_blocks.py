@@ -9,12 +9,12 @@ from torch import nn
 from magicpig_cli.model import blocks, linear
 from tests.model.test_linear import FORMS, ODD, held_model, teacher_forced
 from tests.model.test_parity import NEW_TOKENS, expected, greedy, make_runner, prompts
-from tests.tiny import FAMILIES, tiny_model
+from tests.tiny import FAMILIES, MIXTURES, tiny_model
 from tests.tolerances import close_logits
 
-# Mixtral's experts are no gated MLP, and a Granite with a factor of its own on what a block adds is none of these.
-OWN_CODE = {"mixtral": {}, "granite": {"residual_multiplier": 0.5}}
-TAKEN = [family for family in FAMILIES if family != "mixtral"]
+# Experts are no gated MLP, and a Granite with a factor of its own on what a block adds is none of these.
+OWN_CODE = {**{family: {} for family in MIXTURES}, "granite": {"residual_multiplier": 0.5}}
+TAKEN = [family for family in FAMILIES if family not in MIXTURES]
 
 
 @pytest.mark.parametrize("form", FORMS)

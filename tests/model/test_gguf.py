@@ -157,6 +157,31 @@ def test_files_that_are_not_whole(content, message, cache, file):
     assert caught.value.hint
 
 
+def test_a_part_of_a_split_file_is_named(cache, tmp_path):
+    second = tmp_path / "big-00002-of-00003.gguf"
+    tiny_gguf.write(second)
+    with pytest.raises(ModelError, match="is part 2 of 3 of a GGUF file") as caught:
+        load(second)
+    first, whole = tmp_path / "big-00001-of-00003.gguf", tmp_path / "big.gguf"
+    assert caught.value.hint == f"llama-gguf-split --merge {first} {whole}"
+    alone = second.rename(tmp_path / "small-00001-of-00001.gguf")
+    assert load(alone).params > 0
+
+
+def test_a_head_of_its_own(cache, file):
+    tensors = tiny_gguf.write(file, tied=False)
+    model = load(file).model
+    assert not model.config.tie_word_embeddings
+    assert np.array_equal(model.lm_head.weight.numpy(), tensors["output.weight"].astype(np.float32))
+    assert np.array_equal(model.model.embed_tokens.weight.numpy(), tensors["token_embd.weight"].astype(np.float32))
+
+
+def test_a_gguf_file_needs_no_network(cache, file, monkeypatch):
+    tiny_gguf.write(file)
+    monkeypatch.setattr("socket.socket.connect", None)
+    assert load(file, offline=True).params > 0
+
+
 def test_truncated_file(cache, file):
     tiny_gguf.write(file)
     file.write_bytes(file.read_bytes()[:-1000])

@@ -86,12 +86,78 @@ def test_offline_afterwards_uses_what_was_fetched(hub, monkeypatch):
     assert hub.sent == []
 
 
-def test_sharded_weights(hub):
+def shard(hub) -> Path:
+    """Have the model's weights in six files."""
     folder = hub.models[MODEL]
     (folder / "model.safetensors").unlink()
     tiny_model("llama").save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+def test_sharded_weights(hub):
+    shard(hub)
     assert torch.equal(load().model.lm_head.weight, tiny_model("llama").lm_head.weight)
     assert sum(name.startswith("model-0000") for name in hub.sent) == 6
+
+
+def test_a_shard_that_was_never_uploaded(hub):
+    (shard(hub) / "model-00002-of-00006.safetensors").unlink()
+    assert "lacks 1 of 6 weight files: model-00002-of-00006.safetensors" in refused().message
+
+
+def test_a_shard_that_is_a_pointer(hub):
+    (shard(hub) / "model-00002-of-00006.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    assert "model-00002-of-00006.safetensors is a git-LFS pointer" in refused().message
+
+
+def test_a_download_that_broke_off(hub):
+    """Offline the missing file is named; with the network only that one is fetched."""
+    shard(hub)
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{MODEL.replace('/', '--')}" / "snapshots" / fake_hub.COMMIT
+    load()
+    lost = folder / "model-00004-of-00006.safetensors"
+    lost.unlink()
+    assert f"lacks 1 of 6 weight files: {lost.name}" in refused(offline=True).message
+    hub.sent.clear()
+    assert torch.equal(load().model.lm_head.weight, tiny_model("llama").lm_head.weight)
+    assert not [name for name in hub.sent if name.startswith("model-") and name != lost.name]
+
+
+def test_tied_head_that_is_not_stored(hub):
+    folder = hub.models[MODEL]
+    (folder / "model.safetensors").unlink()
+    tiny_model("llama", tie_word_embeddings=True).save_pretrained(folder)
+    model = load().model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+OLDER = "89abcdef0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture
+def tagged(hub, tmp_path) -> fake_hub.FakeHub:
+    """A hub on which v1 is an older commit with other weights."""
+    folder = shutil.copytree(hub.models[MODEL], tmp_path / "older")
+    tiny_model("llama", tie_word_embeddings=True).save_pretrained(folder)
+    hub.tags["v1"] = (OLDER, folder)
+    return hub
+
+
+@pytest.mark.parametrize("revision", ["v1", OLDER])
+def test_revision_by_tag_or_commit(tagged, revision):
+    loaded = load(revision=revision)
+    assert loaded.revision == OLDER
+    assert loaded.config.tie_word_embeddings
+    assert not load().config.tie_word_embeddings  # main is another one
+
+
+def test_revision_offline(tagged, monkeypatch):
+    load(revision="v1")
+    use_endpoint(monkeypatch, "http://127.0.0.1:9")
+    assert load(revision="v1", offline=True).revision == OLDER
+    assert load(revision=OLDER, offline=True).revision == OLDER
+    assert f"{MODEL} is not on this machine" in refused(offline=True).message
+    assert f"{MODEL} at revision v2 is not on this machine" in refused(revision="v2", offline=True).message
 
 
 def test_weights_from_before_safetensors(hub):

@@ -8,7 +8,7 @@ import torch
 from magicpig_cli.bench.fill import repeat_rows
 from magicpig_cli.model.rotary import RotaryShift
 from tests.model.test_parity import make_runner, prompts
-from tests.tiny import FAMILIES, tiny_model
+from tests.tiny import FAMILIES, MIXTURES, tiny_model
 from tests.tolerances import close_int8_rows, close_through_int8
 
 
@@ -27,7 +27,7 @@ def logits_after(runner, ids: list[int], cut: int) -> torch.Tensor:
 def test_families(family, mode):
     """K = 1 samples every key but the opposite ones, a budget of 1 every one, and all experts are at work: no choice is
     made that could flip."""
-    model = tiny_model(family, **({"num_experts_per_tok": 3} if family == "mixtral" else {}))
+    model = tiny_model(family, **({"num_experts_per_tok": 3} if family in MIXTURES else {}))
     (ids,) = prompts(model.config.vocab_size, (500,))
     wanted = logits_after(make_runner(model, mode, K=1, L=60, budget=1.0), ids, cut=440)
     got = logits_after(make_runner(model, mode, kv_dtype="int8", K=1, L=60, budget=1.0), ids, cut=440)

@@ -14,7 +14,7 @@ from magicpig_cli.model.shape import shape_from_config
 from magicpig_cli.planner import plan
 from tests.model.test_parity import make_runner, prompts
 from tests.system.test_planner import DESKTOP
-from tests.tiny import FAMILIES, tiny_model
+from tests.tiny import FAMILIES, MIXTURES, tiny_model
 from tests.tolerances import KL_LIMIT, close_logits, close_product, close_to_float32
 
 FORMS = ("float32", "bfloat16", "int8")
@@ -216,14 +216,15 @@ def test_query_key_and_value_are_one_product_and_so_are_gate_and_up(family, monk
     multiply = kernels.multiply
     monkeypatch.setattr(kernels, "multiply", lambda *rest, **more: calls.append(1) or multiply(*rest, **more))
     runner.decode([sequence], [3])
-    assert len(calls) == model.config.num_hidden_layers * (2 if family == "mixtral" else 4) + 1
+    per_layer = {"mixtral": 2, "qwen3_moe": 2, "qwen2_moe": 5}.get(family, 4)  # a shared expert is an MLP with a gate
+    assert len(calls) == model.config.num_hidden_layers * per_layer + 1
 
 
 @pytest.mark.parametrize("form", ROUNDED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_runs_close_to_float32(family, form):
     """All experts of a mixture are at work: no choice is made that rounding could flip."""
-    sizes = {"num_experts_per_tok": 3} if family == "mixtral" else {}
+    sizes = {"num_experts_per_tok": 3} if family in MIXTURES else {}
     wanted = teacher_forced(tiny_model(family, **sizes))
     got = teacher_forced(held_model(family, form, **sizes))
     assert close_to_float32(got, wanted, form)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -100,6 +101,40 @@ def test_progress_of_quantizing(original):
     loader.load_model(ModelOptions(str(original), quantize="int8"), CPU, events.append)
     last = events[-1]
     assert (last.stage, last.done, last.total) == ("storing weights as int8", 23, 23)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
+@pytest.mark.parametrize("twice", [False, True])
+def test_tied_head(family, twice, original, tmp_path):
+    """Publishers leave it out; older files hold it beside the embedding. Either way it is held once."""
+    tied = tiny_model(family, tie_word_embeddings=True)
+    tied.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(original / name, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in state
+    if twice:
+        head = {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
+        save_file({**state, **head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = load(tmp_path)
+    assert loaded.model.lm_head.weight.data_ptr() == loaded.model.model.embed_tokens.weight.data_ptr()
+    assert torch.equal(loaded.model.lm_head.weight, tied.lm_head.weight)
+    assert loaded.params == sum(p.numel() for p in tied.parameters())
+
+
+def test_a_head_that_is_not_tied_must_be_there(original, tmp_path):
+    tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(original / name, tmp_path)
+    edit_config(tmp_path, tie_word_embeddings=False)
+    with pytest.raises(ModelError, match=r"lacks 1 weights .* lm_head\.weight"):
+        load(tmp_path)
+
+
+def test_a_directory_of_links_as_the_hub_cache_is_one(original, tmp_path):
+    for path in original.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    assert torch.equal(load(tmp_path).model.lm_head.weight, tiny_model("llama").lm_head.weight)
 
 
 def test_generation_config_of_the_directory_is_kept(folder):

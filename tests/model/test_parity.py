@@ -28,7 +28,7 @@ def make_runner(
     shape = shape_from_config(model.config)
     chosen = plan(hardware.probe(), shape, Settings(attention=options, threads=1))
     return ModelRunner(
-        model, shape, replace(chosen, chunk=chunk, auto_lsh_from=auto_from), torch.device("cpu"), hash_seed=0
+        model, shape, replace(chosen, chunk=chunk, auto_lsh_from=auto_from), torch.device("cpu"), options.hash_seed
     )
 
 

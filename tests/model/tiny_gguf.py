@@ -12,7 +12,7 @@ HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, VOCAB = 64, 96, 2, 4, 2, 261
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 
 
-def write(path: Path, seed: int = 0) -> dict[str, np.ndarray]:
+def write(path: Path, seed: int = 0, *, tied: bool = True) -> dict[str, np.ndarray]:
     """Writes the file (float16 matrices) and returns what it holds, by GGUF's names of tensors."""
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(LAYERS)
@@ -25,7 +25,7 @@ def write(path: Path, seed: int = 0) -> dict[str, np.ndarray]:
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(VOCAB)
     add_tokenizer(writer)
-    tensors = make_tensors(np.random.default_rng(seed))
+    tensors = make_tensors(np.random.default_rng(seed), tied)
     for name, tensor in tensors.items():
         half = tensor.ndim == 2
         writer.add_tensor(
@@ -50,7 +50,7 @@ def add_tokenizer(writer: GGUFWriter) -> None:
     writer.add_chat_template(TEMPLATE)
 
 
-def make_tensors(rng: np.random.Generator) -> dict[str, np.ndarray]:
+def make_tensors(rng: np.random.Generator, tied: bool) -> dict[str, np.ndarray]:
     def matrix(rows: int, columns: int) -> np.ndarray:
         return rng.normal(0, 0.1, (rows, columns)).astype(np.float16)
 
@@ -65,4 +65,6 @@ def make_tensors(rng: np.random.Generator) -> dict[str, np.ndarray]:
         tensors |= {f"blk.{layer}.{name}.weight": matrix(*shape) for name, shape in block.items()}
         for norm in ("attn_norm", "ffn_norm"):
             tensors[f"blk.{layer}.{norm}.weight"] = np.ones(HIDDEN, np.float32)
+    if not tied:
+        tensors["output.weight"] = matrix(VOCAB, HIDDEN)
     return tensors

@@ -8,7 +8,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from magicpig_cli.errors import ModelError
 from magicpig_cli.model.shape import VERIFIED_FAMILIES, shape_from_config, unsupported_reason
-from tests.tiny import tiny_config
+from tests.tiny import tiny_config, tiny_model
 
 LONG_FACTORS = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
 
@@ -61,6 +61,12 @@ def test_head_layout(family, values, expected):
                      id="gemma3-pattern"),
         pytest.param("gemma3_text", {"sliding_window": 512, "layer_types": ["full_attention", "sliding_attention"] * 2},
                      [None, 512, None, 512], id="gemma3-layer-types"),
+        pytest.param("qwen2_moe", {"sliding_window": 64}, [None] * 4, id="qwen1.5-moe"),
+        pytest.param("qwen2_moe", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3},
+                     [64, None, 64, None], id="qwen2-moe-alternates"),
+        pytest.param("qwen3_moe", {"sliding_window": 64}, [None] * 4, id="qwen3-moe"),
+        pytest.param("qwen3_moe", {"use_sliding_window": True, "sliding_window": 64}, [64] * 4,
+                     id="qwen3-moe-window-everywhere"),
         pytest.param("smollm3", {"use_sliding_window": False, "sliding_window": 64}, [None] * 4, id="smollm3"),
         pytest.param("smollm3", {"use_sliding_window": True, "sliding_window": 64, "no_rope_layers": [1, 0, 1, 0]},
                      [None, 64, None, 64], id="smollm3-windows-without-rope"),
@@ -135,6 +141,9 @@ def test_softcap():
                      "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8}, 46_702_792_704),
         ("qwen2", {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
                    "num_attention_heads": 28, "num_key_value_heads": 4}, 7_615_616_512),
+        ("qwen2_moe", {}, 14_315_784_192),  # whose defaults are Qwen1.5-MoE-A2.7B
+        ("qwen3_moe", {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+                       "moe_intermediate_size": 768, "num_experts": 128}, 30_532_122_624),
     ],
 )  # fmt: skip
 def test_parameters_are_estimated_within_a_thousandth(family, values, params):
@@ -147,7 +156,7 @@ def test_verified_families_are_supported(family):
     assert shape_from_config(config(family)).verified
 
 
-@pytest.mark.parametrize("family", ["starcoder2", "stablelm", "cohere2", "glm4"])
+@pytest.mark.parametrize("family", ["starcoder2", "olmo3", "cohere2", "glm4", "afmoe"])
 def test_other_families_with_the_attention_interface_should_work(family):
     assert unsupported_reason(config(family)) is None
     assert not shape_from_config(config(family)).verified
@@ -168,6 +177,9 @@ def test_other_families_with_the_attention_interface_should_work(family):
         ("modernbert", "not a causal"),
         ("bloom", "attention interface"),
         ("gpt_oss", "sinks"),
+        ("diffllama", "subtracts"),
+        ("stablelm", "keyword arguments"),
+        ("nemotron", "keyword arguments"),
     ],
 )
 def test_unsupported_families_say_why(family, words):
@@ -193,6 +205,18 @@ def test_a_config_that_is_no_decoder_raises_one_clear_error():
 )
 def test_number_type_of_the_checkpoint(dtype, wanted):
     assert shape_from_config(tiny_config("llama", dtype=dtype)).dtype == wanted
+
+
+def test_layers_without_experts_in_a_mixture():
+    """Qwen leaves some layers a plain MLP, by a list or by a step."""
+    every = shape_from_config(tiny_config("qwen3_moe", num_hidden_layers=4))
+    listed = shape_from_config(tiny_config("qwen3_moe", num_hidden_layers=4, mlp_only_layers=[0, 2]))
+    stepped = shape_from_config(tiny_config("qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2))
+    assert listed == stepped
+    assert 2 * listed.expert_params == every.expert_params
+    model = tiny_model("qwen3_moe", num_hidden_layers=4, mlp_only_layers=[0, 2])
+    norms = 4 * 2 * 24
+    assert sum(p.numel() for p in model.parameters()) == listed.params + norms
 
 
 def test_experts_are_part_of_the_parameters():
