@@ -32,11 +32,9 @@ class _OnDevice(Attention):
         key: torch.Tensor, value: torch.Tensor, rule: LogitRule, record: StepRecorder,
     ) -> torch.Tensor:  # fmt: skip
         assert rule.softcap is None, "torch's attention knows no soft cap"
-        outs = []
         with record.stage("dense"):
-            for query, row, cache in zip(q, self._rows(key, value), caches, strict=True):
-                cache.append_one(row)
-                outs.append(_attend(query, cache.window.valid, rule.scale))
+            self._take(caches, key, value)
+            outs = [_attend(query, cache.window.valid, rule.scale) for query, cache in zip(q, caches, strict=True)]
         return torch.stack(outs).unsqueeze(1)
 
 
@@ -53,4 +51,7 @@ class DeviceRunner(ModelRunner):
 
     def __init__(self, model: PreTrainedModel, shape: ModelShape, plan: Plan, device: torch.device) -> None:
         super().__init__(model, shape, replace(plan, mode="exact", local=plan.context), device, hash_seed=0)
-        self._attention = _OnDevice(None, TORCH_DTYPE[window_type(plan.row_dtype)], plan.threads, Staging(device))
+        self._whole = _OnDevice(None, TORCH_DTYPE[window_type(plan.row_dtype)], plan.threads, Staging(device))
+
+    def _attention(self, mode: str | None = None) -> Attention:
+        return self._whole
