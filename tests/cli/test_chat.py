@@ -416,7 +416,7 @@ def test_settings(scripted):
     assert chat.say("/set think maybe")[-2] == "error: think is on or off, not 'maybe'"
     assert statistics(chat.say("go"))[0][1] == 3
     rows = "\n".join(chat.say("/show"))
-    assert "K 10, L 150" in rows
+    assert "sampler rabitq, budget 0.02" in rows
     assert "temperature 0.25 (set)" in rows
     rows = "\n".join(chat.say("/stats"))
     assert f"{tokens('go')} in the prompt, 0 of them reused, 3 generated" in rows
@@ -450,7 +450,7 @@ def test_the_toolbar(scripted):
     chat = scripted("fine")
     chat.say("hello")
     bar = [row for row in chat.terminal.rows() if row][-1]
-    assert bar.startswith("tiny · context 15/8,192 (0%) · auto K=10 L=150 · ")
+    assert bar.startswith("tiny · context 15/8,192 (0%) · auto 2% · ")
     assert "tok/s" in bar
     chat.terminal.resize(25, 40)
     chat.type(" ")
