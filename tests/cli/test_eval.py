@@ -140,7 +140,7 @@ def test_a_killed_run_goes_on(tiny_directory, home, tmp_path):
     before = units.read_bytes().count(b"\n")
     done = magicpig_eval(home, *arguments)
     assert done.returncode == 0, done.stderr
-    assert f"{before} of 18 measurements" in done.stderr
+    assert f"{before} of 24 measurements" in done.stderr
     assert json.loads(done.stdout)["results"] == json.loads(clean.stdout)["results"]
 
 
