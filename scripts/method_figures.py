@@ -41,11 +41,11 @@ def main(arguments: list[str] | None = None) -> int:
         calibrations[name] = calibrate(few, Sampling(), options.rotations)
         errors[name] = own_error(many, Sampling(), 8, engine.threads)
     tables = as_tables(calibrations, errors)
-    print(tables)
+    print(tables, end="")
     if options.write is not None:
         page = options.write.read_text(encoding="utf-8")
         before, rest = page.split(BEGIN)
-        options.write.write_text(before + BEGIN + tables + "\n" + END + rest.split(END)[1], encoding="utf-8")
+        options.write.write_text(before + BEGIN + tables + END + rest.split(END)[1], encoding="utf-8")
     return 0
 
 

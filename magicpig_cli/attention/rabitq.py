@@ -51,6 +51,11 @@ def signature_directions(hash_seed: int, layer: int, head_dim: int, bits: int) -
     return np.ascontiguousarray(np.concatenate(rotations)[:bits].astype(np.float32))
 
 
+def signature_basis(hash_seed: int, layer: int, head_dim: int, bits: int) -> kernels.SignatureBasis:
+    """The same as the kernels take it."""
+    return kernels.SignatureBasis(signature_directions(hash_seed, layer, head_dim, bits))
+
+
 def next_budgets(budgets: np.ndarray, error: np.ndarray, target: float) -> np.ndarray:
     """Budgets float32 [H] of the next step, from those of this one and its estimated errors [H]."""
     factor = np.where(error > RAISE_ABOVE * target, RAISE, np.where(error < LOWER_BELOW * target, LOWER, 1.0))
@@ -77,8 +82,7 @@ class RabitqSampler:
 
     def basis(self, layer: int, head_dim: int) -> kernels.SignatureBasis:
         if layer not in self._bases:
-            matrix = signature_directions(self._hash_seed, layer, head_dim, self.bits)
-            self._bases[layer] = kernels.SignatureBasis(matrix)
+            self._bases[layer] = signature_basis(self._hash_seed, layer, head_dim, self.bits)
         return self._bases[layer]
 
     def forget(self, layer: int) -> None:

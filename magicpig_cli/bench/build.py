@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from magicpig_cli import kernels
+from magicpig_cli.attention.rabitq import signature_basis
 from magicpig_cli.bench.layer_tensors import LayerTensors, hashing, stored
-from magicpig_cli.bench.signed_layer import BITS, random_basis
 from magicpig_cli.bench.timing import ColdCache, claim_memory, interleave, median_ns
 from magicpig_cli.cache.index import LshIndex
-from magicpig_cli.config import DEFAULT_K, DEFAULT_L
+from magicpig_cli.config import DEFAULT_BITS, DEFAULT_K, DEFAULT_L
 
 
 def measure_build(tensors: LayerTensors, cold: ColdCache, reps: int) -> dict[str, float]:
@@ -34,7 +34,7 @@ def measure_build(tensors: LayerTensors, cold: ColdCache, reps: int) -> dict[str
     parts = [kernels.segment_codes(segment) for segment in index.segments]  # uint16 [1, L, n] each
     for_torch = torch.from_numpy(np.concatenate(parts, axis=2)[0].astype(np.int16))  # [L, N]
     basis, signed = (
-        random_basis(BITS, tensors.head_dim),
+        signature_basis(0, tensors.layer, tensors.head_dim, DEFAULT_BITS),
         store.length // kernels.SIGNATURE_ROWS * kernels.SIGNATURE_ROWS,
     )
     calls: dict[str, Callable[[int], object]] = {

@@ -21,8 +21,10 @@ from magicpig_cli.attention.estimator import (
     signature_probability,
     with_tail,
 )
-from magicpig_cli.attention.rabitq import signature_directions
+from magicpig_cli.attention.rabitq import signature_basis
 from magicpig_cli.bench.layer_tensors import LayerTensors, stored
+from magicpig_cli.bench.report import markdown_table
+from magicpig_cli.config import DEFAULT_BITS, DEFAULT_BUDGET, DEFAULT_TAIL
 from magicpig_cli.kernels import SIGNATURE_ROWS
 from magicpig_cli.kernels.reference.signature import TOP_SCORE, look_up_tables, tail_rows, threshold
 
@@ -33,9 +35,9 @@ SINK, LOCAL = 4, 64  # rows attended exactly at both ends, and what is left of a
 class Sampling:
     """How much is sampled."""
 
-    bits: int = 128
-    budget: float = 0.02
-    tail: float = 0.25
+    bits: int = DEFAULT_BITS
+    budget: float = DEFAULT_BUDGET
+    tail: float = DEFAULT_TAIL["rabitq"]
 
     @property
     def rate(self) -> float:
@@ -61,8 +63,7 @@ class SignedLayer:
 
     def signed(self, sampling: Sampling, seed: int) -> tuple[kernels.SignatureBasis, kernels.SignedRows]:
         """The rotations of a seed, and the signatures on them."""
-        matrix = signature_directions(seed, self.tensors.layer, self.tensors.head_dim, sampling.bits)
-        basis = kernels.SignatureBasis(matrix)
+        basis = signature_basis(seed, self.tensors.layer, self.tensors.head_dim, sampling.bits)
         block = kernels.sign_rows(self.middle.table, 0, self.n, basis, threads=1)
         return basis, kernels.SignedRows(self.middle.table, (block,))
 
@@ -207,22 +208,19 @@ def own_error(layers: list[SignedLayer], sampling: Sampling, rotations: int, thr
 
 def as_tables(calibrations: dict[str, Calibration], errors: dict[str, OwnError]) -> str:
     """Markdown: by text, inclusion by deciles of u, the unnormalised estimate, and the estimated error."""
-    lines = [
-        "| text | " + " | ".join(f"{low:.1f} – {high:.1f}" for low, high in pairwise(np.linspace(0, 1, 11))) + " |"
+    tenths = [f"{low:.1f} – {high:.1f}" for low, high in pairwise(np.linspace(0, 1, 11))]
+    inclusion = [
+        [text, *(f"{decile.frequency:.3f} / {decile.probability:.3f}" for decile in found.deciles)]
+        for text, found in calibrations.items()
     ]
-    lines.append("|---" * 11 + "|")
-    for text, found in calibrations.items():
-        cells = " | ".join(f"{decile.frequency:.3f} / {decile.probability:.3f}" for decile in found.deciles)
-        lines.append(f"| {text} | {cells} |")
-    lines += [
-        "",
-        "| text | mean of Ẑ / Z | standard error | log-correlation | true / estimated, median | within a factor 2 |",
-    ]
-    lines.append("|---" * 6 + "|")
-    for text, found in calibrations.items():
-        error = errors[text]
-        lines.append(
-            f"| {text} | {found.mean_sum:.4f} | {found.standard_error:.4f} | {error.log_correlation:.3f} "
-            f"| {error.factor:.2f} | {error.within_two:.1%} |"
-        )
-    return "\n".join(lines)
+    columns = (
+        "text", "mean of Ẑ / Z", "standard error", "log-correlation", "true / estimated, median", "within a factor 2",
+    )  # fmt: skip
+    means = [
+        [
+            text, f"{found.mean_sum:.4f}", f"{found.standard_error:.4f}", f"{errors[text].log_correlation:.3f}",
+            f"{errors[text].factor:.2f}", f"{errors[text].within_two:.1%}",
+        ]
+        for text, found in calibrations.items()
+    ]  # fmt: skip
+    return markdown_table(["text", *tenths], inclusion) + "\n" + markdown_table(columns, means)

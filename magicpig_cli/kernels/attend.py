@@ -102,9 +102,7 @@ def lsh_attend(
     """
     want_scale(scale, softcap)
     want_tail("tail", tail, key)
-    want_array("weights", weights, np.float32, "cells + 1", (None,))
-    if weights.shape[0] < 2:
-        raise ValueError(f"weights: want at least 2 entries, got {weights.shape[0]}")
+    want_weights(weights)
     _want_groups(q, codes, groups, threads)
     runs = [()] * len(groups) if exact is None else exact
     want_runs(q, runs, [group.table for group in groups])
@@ -112,6 +110,13 @@ def lsh_attend(
         q, codes, groups, weights, float(tail), key, scale, softcap or 0.0, threads, runs, with_error
     )
     return as_sampled(found, with_error)
+
+
+def want_weights(weights: np.ndarray) -> None:
+    """A table over uniform cells: one cell at least."""
+    want_array("weights", weights, np.float32, "cells + 1", (None,))
+    if weights.shape[0] < 2:
+        raise ValueError(f"weights: want at least 2 entries, got {weights.shape[0]}")
 
 
 def as_sampled(found: tuple[Any, ...], with_error: bool) -> Sampled:

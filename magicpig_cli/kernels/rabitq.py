@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from magicpig_cli.kernels import isa
-from magicpig_cli.kernels.attend import Run, Sampled, as_sampled, want_matching, want_runs, want_tail
+from magicpig_cli.kernels.attend import Run, Sampled, as_sampled, want_matching, want_runs, want_tail, want_weights
 from magicpig_cli.kernels.checks import want_array, want_int, want_queries, want_scale
 from magicpig_cli.kernels.signature import SignatureBasis, SignedRows
 
@@ -45,9 +45,7 @@ def rabitq_attend(
     estimate. A budget of 1, or a threshold below all scores, takes every row with π = 1. Angle and scores are those of
     scale·q·k also where a soft cap bounds the logit. with_error: also estimate the error: 9 to 18% of a call.
     """
-    want_array("weights", weights, np.float32, "cells + 1", (None,))
-    if weights.shape[0] < 2:
-        raise ValueError(f"weights: want at least 2 entries, got {weights.shape[0]}")
+    want_weights(weights)
     want_scale(scale, softcap)
     rates, shares = _want_budget(q, budget, tail, key)
     _want_signed(q, basis, groups, threads)
