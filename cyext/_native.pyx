@@ -139,8 +139,8 @@ cdef extern from "signature.h" nogil:
     void project_vectors(const float* x, const float* panels, int D, int nibbles, float* out)
     void look_up_tables(const float* projected, int64_t stride, int nibbles, uint8_t* table, signed_t* head)
     float largest_size(const float* x, int64_t n)
-    float score_unit(const signed_t* head, int nibbles, float of_means, float factor)
-    void score_cell(const uint8_t* codes, const uint16_t* factors, const uint8_t* ahead, int nibbles,
+    void set_unit(signed_t* head, int nibbles, float of_means, float factor)
+    void score_cell(const uint8_t* codes, const uint16_t* factors, float largest, const uint8_t* ahead, int nibbles,
                     const uint8_t* tables, const signed_t* head, const float* of_means, int64_t cells, int heads,
                     int16_t* out, int64_t stride)
     int score_bound(const int16_t* scores, int64_t n, double share, int16_t* subset)

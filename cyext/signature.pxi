@@ -281,8 +281,7 @@ cdef void _set_unit(const ScanJob* job, const Unit* unit) noexcept nogil:
     """What a score stands for, when means are known."""
     cdef int g
     for g in range(job.G):
-        unit.heads[g].unit = score_unit(unit.heads + g, job.nibbles,
-                                        largest_size(unit.means + g * unit.count, unit.count), unit.largest)
+        set_unit(unit.heads + g, job.nibbles, largest_size(unit.means + g * unit.count, unit.count), unit.largest)
 
 
 cdef void _score_item(const void* work, int64_t at, int worker) noexcept nogil:
@@ -300,7 +299,7 @@ cdef void _score_item(const void* work, int64_t at, int worker) noexcept nogil:
         ahead = _codes_of(cell + 1, unit.kv_head) if i + 1 < unit.count else codes
         while g < job.G:
             heads = min(4, job.G - g)
-            score_cell(codes, _factors_of(cell, unit.kv_head), codes if g else ahead, job.nibbles,
+            score_cell(codes, _factors_of(cell, unit.kv_head), unit.largest, codes if g else ahead, job.nibbles,
                        unit.tables + <int64_t>g * job.nibbles * 16, unit.heads + g, unit.means + g * unit.count + i,
                        unit.count, heads, unit.scores + g * n + i * CELL_ROWS, n)
             g = g + heads

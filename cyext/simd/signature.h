@@ -11,6 +11,7 @@
 #define MOST_BITS 512
 #define MOST_NIBBLE 31 /* in a look-up table: eight of them fit in a byte */
 #define TOP_SCORE 32767
+#define ROUNDING 8 /* units that a score may be off by, at most */
 #define SUBSET_ROWS 2048 /* that the threshold is taken from, and how many are expected above it: at least */
 #define EXPECTED_ROWS 32
 #define Z_LOW (-11.0f) /* of the table of −ln Φ, as in magicpig_cli/kernels/signature_shape.py */
@@ -131,6 +132,9 @@ typedef struct { /* what a query head makes of signatures */
     float step, offset; /* ⟨b, P·q⟩ is step·Σ table[j][nibble j of b] + offset, about */
     float noise;        /* variance of that, by rounding */
     float unit;         /* of a score, in logits */
+    uint16_t lift;      /* what a sum is multiplied by, so that it fills 16 bits */
+    uint16_t centre;    /* the multiple that stands for 0 */
+    int16_t share;      /* 2^15 times what the product of a centred multiple and a factor is in units */
     float norm;         /* |q|², q times the scale */
     float tau;          /* threshold, in logits; infinite: none */
     float rate;         /* of the uniform tail; 1: everything is taken */
@@ -166,42 +170,65 @@ static inline float largest_size(const float *x, int64_t n) {
     return most;
 }
 
-/* The unit in which no score exceeds TOP_SCORE. */
-static inline float score_unit(const signed_t *head, int nibbles, float of_means, float factor) {
-    float most = of_means + factor * ((float)nibbles * head->step / 2 - head->offset);
-    return most > 0 && isfinite(most) ? most / TOP_SCORE : 1;
+/* a·b / 2^15, rounded: one instruction on vectors, which GCC finds. */
+static inline int16_t product_of_shares(int16_t a, int16_t b) { return (int16_t)((((int32_t)a * b >> 14) + 1) >> 1); }
+
+static inline int16_t to_int16(float x) { return (int16_t)lrintf(x); }
+
+/* The unit in which no score exceeds TOP_SCORE, and how sums become scores in it (see `score_heads`): what they are
+ * multiplied by is as large as 16 bits allow. of_means: the largest |q·μ|; factor: the largest of all rows. */
+static inline void set_unit(signed_t *head, int nibbles, float of_means, float factor) {
+    const float sums = (float)nibbles / 2 - (head->step > 0 ? head->offset / head->step : 0); /* from the centre, at most */
+    float most = of_means + factor * head->step * sums, part = 0;
+    head->lift = 1;
+    while (2 * head->lift * sums <= TOP_SCORE) head->lift = (uint16_t)(2 * head->lift);
+    head->centre = (uint16_t)to_int16(head->step > 0 ? -head->offset / head->step * head->lift : 0);
+    if (most > 0 && isfinite(most)) part = factor * head->step / head->lift * (32768.0f / TOP_SCORE);
+    head->unit = part > 0 || (most > 0 && isfinite(most)) ? most / (TOP_SCORE - ROUNDING) : 1;
+    if (head->unit < part) head->unit = part;
+    head->share = to_int16(fminf(part / head->unit * 32768, TOP_SCORE));
+}
+
+/* Factors of GROUP_ROWS rows as shares of the largest of all rows: per_share times as much, up to TOP_SCORE. */
+static INLINE void factor_shares(const uint16_t *factors, float per_share, int16_t *shares) {
+    const vf scale = vf_set1(per_share);
+    for (int r = 0; r < GROUP_ROWS; r += CHUNK)
+        vf_store_i16(shares + r, vf_mul(vf_widen_bf16(factors + r), scale), vf_mul(vf_widen_bf16(factors + r + VW), scale));
 }
 
 /* Scores of a cell for up to four heads: tables [heads] `bytes` apart, of_means[h·cells], out[h·stride + row].
- * Meanwhile as many codes are fetched from `ahead` on: cells may lie in places of their own. */
-static INLINE void score_heads(const uint8_t *codes, const uint16_t *factors, const uint8_t *ahead, int nibbles,
-        const uint8_t *tables, const signed_t *head, const float *of_means, int64_t cells, int heads, int16_t *out,
-        int64_t stride) {
+ * Meanwhile as many codes are fetched from `ahead` on: cells may lie in places of their own.
+ *
+ * All in 16 bits: lift·Σ table, less the centre, times the factor's share of the largest, in units, and the mean's part. */
+static INLINE void score_heads(const uint8_t *codes, const uint16_t *factors, float per_share, const uint8_t *ahead,
+        int nibbles, const uint8_t *tables, const signed_t *head, const float *of_means, int64_t cells, int heads,
+        int16_t *out, int64_t stride) {
     const int64_t bytes = (int64_t)nibbles * 16;
-    vf step[4], offset[4], mean[4];
-    UNROLL for (int h = 0; h < heads; h++) {
-        step[h] = vf_set1(head[h].step / head[h].unit), offset[h] = vf_set1(head[h].offset / head[h].unit);
-        mean[h] = vf_set1(of_means[h * cells] / head[h].unit);
-    }
+    int16_t mean[4];
+    for (int h = 0; h < heads; h++) mean[h] = to_int16(of_means[h * cells] / head[h].unit);
     for (int first = 0; first < CELL_ROWS; first += GROUP_ROWS, codes += bytes, ahead += bytes) {
         uint16_t sums[4 * GROUP_ROWS];
+        int16_t shares[GROUP_ROWS];
         prefetch((const char *)ahead, bytes);
+        factor_shares(factors + first, per_share, shares);
         nibble_sums(codes, nibbles, tables, bytes, heads, sums);
-        for (int r = 0; r < GROUP_ROWS; r += CHUNK) {
-            const vf fa = vf_widen_bf16(factors + first + r), fb = vf_widen_bf16(factors + first + r + VW);
-            UNROLL for (int h = 0; h < heads; h++) {
-                vf a = vf_fma(vf_load_u16(sums + h * GROUP_ROWS + r), step[h], offset[h]);
-                vf b = vf_fma(vf_load_u16(sums + h * GROUP_ROWS + r + VW), step[h], offset[h]);
-                vf_store_i16(out + h * stride + first + r, vf_fma(a, fa, mean[h]), vf_fma(b, fb, mean[h]));
+        UNROLL for (int h = 0; h < heads; h++) {
+            const uint16_t lift = head[h].lift, centre = head[h].centre;
+            const int16_t share = head[h].share;
+            int16_t *to = out + h * stride + first;
+            for (int r = 0; r < GROUP_ROWS; r++) {
+                const int16_t from_centre = (int16_t)(uint16_t)(sums[h * GROUP_ROWS + r] * lift - centre);
+                to[r] = (int16_t)(mean[h] + product_of_shares(product_of_shares(from_centre, shares[r]), share));
             }
         }
     }
 }
 
-static OUTLINE void score_cell(const uint8_t *codes, const uint16_t *factors, const uint8_t *ahead, int nibbles,
-        const uint8_t *tables, const signed_t *head, const float *of_means, int64_t cells, int heads, int16_t *out,
-        int64_t stride) {
-#define SCORE(H) score_heads(codes, factors, ahead, nibbles, tables, head, of_means, cells, H, out, stride)
+static OUTLINE void score_cell(const uint8_t *codes, const uint16_t *factors, float largest, const uint8_t *ahead,
+        int nibbles, const uint8_t *tables, const signed_t *head, const float *of_means, int64_t cells, int heads,
+        int16_t *out, int64_t stride) {
+    const float per_share = largest > 0 ? TOP_SCORE / largest : 0;
+#define SCORE(H) score_heads(codes, factors, per_share, ahead, nibbles, tables, head, of_means, cells, H, out, stride)
     if (heads == 4) SCORE(4);
     else if (heads == 3) SCORE(3);
     else if (heads == 2) SCORE(2);
@@ -265,7 +292,7 @@ static inline void signature_weights(const float *dots, const float *squares, co
         const vf free = vf_sub(vf_mul(vf_set1((float)bits), f2), vf_mul(vf_set1(share), x2));
         vf variance = vf_mul(vf_mul(vf_gt(across, zero, across, zero), vf_gt(free, zero, free, zero)),
                              vf_set1(per_dimension));
-        variance = vf_add(vf_fma(vf_set1(head->noise), f2, variance), vf_set1(head->unit * head->unit / 12));
+        variance = vf_add(vf_fma(vf_set1(head->noise), f2, variance), vf_set1(head->unit * head->unit / 4));
         const vf z = vf_clamp(vf_div(vf_sub(s, vf_set1(head->tau)), vf_sqrt(variance)), Z_LOW, Z_HIGH);
         vf_store(out + r, vf_mul(vf_sub(z, vf_set1(Z_LOW)), per_z));
     }

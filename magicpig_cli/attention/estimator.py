@@ -169,7 +169,7 @@ def signature_deviation(
     along = np.einsum("...nd,...d->...n", x, q)
     across = (q**2).sum(axis=-1)[..., None] - np.divide(along**2, squares, out=np.zeros_like(along), where=squares > 0)
     spread = np.maximum(across, 0) * np.maximum(bits * f**2 - rotation_share(bits, head_dim) * squares, 0)
-    deviation: Floats = np.sqrt(spread / max(head_dim - 1, 1) + noise * f**2 + unit**2 / 12)
+    deviation: Floats = np.sqrt(spread / max(head_dim - 1, 1) + noise * f**2 + unit**2 / 4)
     return deviation
 
 

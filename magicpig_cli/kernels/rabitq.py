@@ -7,7 +7,7 @@ r = tail·budget. So a share `budget` of the rows is expected. The estimate has 
     σ² = (|q|² − (q·x)²/|x|²) · (B·f² − c·|x|²) / (D − 1) + rounding,    q times scale, x = k − μ, c: `rotation_share`
 
 so a row is taken with probability π = 1 − (1−u)(1−r), u = Φ((s−τ)/σ), and its logit becomes s − ln π. Rounding is that
-of the look-up tables, f²·(B/4)·step²/12, and of the scores, unit²/12.
+of the look-up tables, f²·(B/4)·step²/12, and of the scores, unit²/4.
 """
 
 from __future__ import annotations

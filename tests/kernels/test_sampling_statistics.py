@@ -86,9 +86,12 @@ def test_rates_and_means_over_hash_seeds(native_isa, K, L):
     wanted = exps[~rare] @ values[~rare]
     assert not rare.all()
     slack = 1e-5  # rounding of the kernel
-    spread = denominators.std(ddof=1) / math.sqrt(SEEDS)
+    # Or by the closed form, if more: a key that nearly every seed hits may be in all of these.
+    expected = np.sqrt(exps[~rare] ** 2 * (1 - u[~rare]) / u[~rare])
+    spread = max(denominators.std(ddof=1), np.linalg.norm(expected)) / math.sqrt(SEEDS)
     assert abs(denominators.mean() - exps[~rare].sum()) <= 4 * spread + slack * exps.sum()
-    spread = numerators.std(axis=0, ddof=1) / math.sqrt(SEEDS)
+    of_values = np.linalg.norm(expected[:, None] * values[~rare], axis=0)
+    spread = np.maximum(numerators.std(axis=0, ddof=1), of_values) / math.sqrt(SEEDS)
     assert (np.abs(numerators.mean(axis=0) - wanted) <= 4 * spread + slack * exps.sum()).all()
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MOST = 31  # of a cell of the look-up tables: eight of them fit in a byte
 TOP_SCORE = 32767
+ROUNDING = 8  # units that a score may be off by, at most
 SUBSET, EXPECTED = 2048, 32  # rows that the threshold is taken from, and how many are expected above it: at least
 
 
@@ -81,13 +82,31 @@ class Scores:
         self.means = widen(_concatenate([block.means[h] for block in group.blocks], (0, len(q)))).astype(np.float64)
         with np.errstate(invalid="ignore", over="ignore"):
             of_means = np.nan_to_num(self.means @ q, nan=0.0, posinf=0.0, neginf=0.0)
-        most = np.abs(of_means).max(initial=0) + self.factors.max(initial=0) * (len(table) * step / 2 - offset)
         self.noise = len(table) * step**2 / 12  # variance of step·Σ table, by its rounding
-        self.unit = most / TOP_SCORE or 1.0
         pairs = np.stack([codes & 15, codes >> 4], axis=1)  # [n/32, 2, bits/4, 16]
         sums = table[np.arange(len(table))[:, None], pairs].sum(axis=2, dtype=np.int64).reshape(-1)
-        estimates = self.factors * (step * sums + offset) + of_means.repeat(SIGNATURE_ROWS)
-        self.values = np.clip(np.rint(estimates / self.unit), -TOP_SCORE, TOP_SCORE).astype(np.int16)
+        self.unit, self.values = self._scored(sums, step, offset, of_means, len(table))
+
+    def _scored(
+        self, sums: np.ndarray, step: float, offset: float, of_means: np.ndarray, nibbles: int
+    ) -> tuple[float, np.ndarray]:
+        """The unit, and factors·(step·sums + offset) + q·μ in it, by products of 16 bits as the kernels make them."""
+        centre, largest = -offset / (step or 1.0), self.factors.max(initial=0)
+        farthest = nibbles / 2 + centre  # that a sum is from the centre
+        lift = 1 << math.floor(math.log2(TOP_SCORE / farthest))
+        part = largest * step / lift * 32768 / TOP_SCORE  # of a product of a sum and a factor
+        most = np.abs(of_means).max(initial=0) + largest * step * farthest
+        unit = max(most / (TOP_SCORE - ROUNDING), part) or 1.0
+        shares = np.rint(self.factors * (TOP_SCORE / (largest or 1.0))).astype(np.int64)
+        product = _product(lift * sums - round(centre * lift), shares)
+        product = _product(product, min(round(part / unit * 32768), TOP_SCORE))
+        return unit, (product + np.rint(of_means / unit).astype(np.int64).repeat(SIGNATURE_ROWS)).astype(np.int16)
+
+
+def _product(a: np.ndarray, b: np.ndarray | int) -> np.ndarray:
+    """a·b / 2^15, rounded."""
+    rounded: np.ndarray = ((a * b >> 14) + 1) >> 1
+    return rounded
 
 
 def _concatenate(arrays: Sequence[np.ndarray], empty: tuple[int, ...]) -> np.ndarray:
@@ -168,7 +187,7 @@ class Taken:
         along, squares = x @ self._q, (x**2).sum(axis=1)
         across = self._q @ self._q - np.divide(along**2, squares, out=np.zeros_like(along), where=squares > 0)
         spread = np.maximum(across, 0) * np.maximum(self._bits * f**2 - self._share * squares, 0)
-        variance = spread / max(len(self._q) - 1, 1) + self.scores.noise * f**2 + self.scores.unit**2 / 12
+        variance = spread / max(len(self._q) - 1, 1) + self.scores.noise * f**2 + self.scores.unit**2 / 4
         return read_log_normal((s - self.tau) / np.sqrt(variance), weights)
 
 
