@@ -1,4 +1,4 @@
-"""`magicpig tune-kl`: choose (K, L) and dense layers for this model on this machine by measured error and time."""
+"""`magicpig tune-kl`: choose (K, L) and dense layers, or a budget, for this model here by measured error and time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from magicpig_cli.tuning.grid import Grid
     from magicpig_cli.tuning.search import Goal
     from magicpig_cli.tuning.text import Texts
-    from magicpig_cli.tuning.tune import Notice, Tuned
+    from magicpig_cli.tuning.trial import Notice
+    from magicpig_cli.tuning.tune import Tuned
 
 _DEFAULT_ERROR = 0.05
 _DEFAULT_CONTEXT = "32k"  # or the model's own, where that is shorter
@@ -46,7 +47,7 @@ def tune_kl(
         float | None, typer.Option(metavar="X", help="Share of keys to sample at most, most accurate; like 0.02.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Tables of one sequence take at most so much, like 32GiB.")
+        str | None, typer.Option(metavar="SIZE", help="The index of one sequence takes at most so much, like 32GiB.")
     ] = None,
     grid: Annotated[
         str | None, typer.Option(metavar="K=A..B,L=A..B", help="What to try; L=50..300:25 takes steps of 25.")
@@ -57,7 +58,7 @@ def tune_kl(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Choose hash tables and dense layers for a model on this machine."""
+    """Choose how to sample, with which tables or budget, for a model on this machine."""
     error, ratio = _target(target_error, target_ratio)
     limit = _memory(memory)
     content = _read(text)

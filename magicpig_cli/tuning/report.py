@@ -12,14 +12,26 @@ from magicpig_cli.engine.engine import Engine
 from magicpig_cli.hardware import Hardware
 from magicpig_cli.profiles import Match, Profile, TableSize
 from magicpig_cli.tuning.search import Candidate
-from magicpig_cli.tuning.signatures import SignatureCandidate
+from magicpig_cli.tuning.trial import AnyCandidate
 from magicpig_cli.tuning.tune import Tuned
 from magicpig_cli.tuning.verify import LayerQuality
 from magicpig_cli.units import format_bytes
 
 MEASURED = "measured"  # heads the column beside each prediction
-COLUMNS = ("", "K", "L", "sampled", MEASURED, "error", "expected", MEASURED, "ms", MEASURED, "index", "dense layers")
-RIGHT = ("K", "L", "sampled", MEASURED, "error", "expected", "ms", "index")
+COLUMNS = (
+    "",
+    "sampled by",
+    "sampled",
+    MEASURED,
+    "error",
+    "expected",
+    MEASURED,
+    "ms",
+    MEASURED,
+    "index",
+    "dense layers",
+)
+RIGHT = ("sampled", MEASURED, "error", "expected", "ms", "index")
 ROWS = 12  # of the table: the front near the target
 
 
@@ -27,37 +39,36 @@ def as_json(engine: Engine, tuned: Tuned, profile: str | None) -> dict[str, Any]
     """The object that CLI.md specifies; `layers`, `meta` and some keys inside of others are added."""
     verified = {candidate.size for candidate in tuned.verified}
     front = {candidate.size for candidate in tuned.front}
+    budgets = {candidate.budget for candidate in tuned.budgets}
     return {
         "model": engine.model_name,
         "context": tuned.context,
         "target": {"error": tuned.goal.error, "ratio": tuned.goal.ratio},
         "met": tuned.met,
         "calibration": tuned.calibration,
-        "chosen": {
-            **_candidate(tuned, tuned.chosen),
-            "dense_layers": list(tuned.chosen.dense_layers),
-            "sink": engine.plan.sink,
-            "local": engine.plan.local,
-        },
+        "chosen": {**_candidate(tuned, tuned.chosen), "sink": engine.plan.sink, "local": engine.plan.local},
         "candidates": [
             _candidate(tuned, candidate) | {"verified": candidate.size in verified, "front": candidate.size in front}
             for candidate in (
                 *tuned.verified, *(other for other in tuned.candidates if other.size not in verified)
             )
         ]
-        + [_signatures(candidate) for candidate in tuned.signatures],
+        + [
+            _candidate(tuned, candidate) | {"verified": candidate.budget in budgets, "front": False}
+            for candidate in (
+                *tuned.budgets, *(other for other in tuned.predicted_budgets if other.budget not in budgets)
+            )
+        ],
         "held_out": {"error": tuned.held_out.error, "ratio": tuned.held_out.ratio},
         "layers": layers(tuned),
         "meta": _meta(engine, tuned, profile),
     }  # fmt: skip
 
 
-def _candidate(tuned: Tuned, candidate: Candidate) -> dict[str, Any]:
+def _candidate(tuned: Tuned, candidate: AnyCandidate) -> dict[str, Any]:
     measured = tuned.measurement(candidate)
     return {
-        "sampler": "lsh",
-        "K": candidate.K,
-        "L": candidate.L,
+        **_options(candidate),
         "dense_layers": list(candidate.dense_layers),
         "predicted": {
             "ratio": candidate.ratio, "error": candidate.error, "ms": candidate.ms,
@@ -69,33 +80,39 @@ def _candidate(tuned: Tuned, candidate: Candidate) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _signatures(candidate: SignatureCandidate) -> dict[str, Any]:
-    return {
-        "sampler": "rabitq", "K": None, "L": None,
-        "budget": candidate.budget, "bits": candidate.bits, "tail": candidate.tail,
-        "predicted": {
-            "ratio": candidate.ratio, "error": candidate.error, "ms": candidate.ms,
-            "index_bytes": candidate.index_bytes,
-        },
-        "measured": None, "verified": False, "front": False,
-    }  # fmt: skip
+def _options(candidate: AnyCandidate) -> dict[str, Any]:
+    """The sampler, and what belongs to it."""
+    if isinstance(candidate, Candidate):
+        return {"sampler": "lsh", "K": candidate.K, "L": candidate.L}
+    own = {"budget": candidate.budget, "bits": candidate.bits, "tail": candidate.tail}
+    return {"sampler": "rabitq", "K": None, "L": None, **own}
 
 
-def signature_line(tuned: Tuned) -> str:
-    """What the other sampler is predicted to do, at the smallest budget that meets the target if one does."""
-    meeting = [c for c in tuned.signatures if tuned.goal.value(c.error, c.ratio) <= tuned.goal.target]
-    ratio_asked = tuned.goal.error is None
-    best = (meeting[-1] if ratio_asked else meeting[0]) if meeting else tuned.signatures[-1 if not ratio_asked else 0]
-    meets = "meet the target" if meeting else "miss the target"
-    return (
-        f"not measured: --attention rabitq --budget {best.budget:g} is predicted to {meets}: "
-        f"error {best.error:.3f}, {best.ratio:.1%} of the keys, {best.ms:.1f} ms per token, "
-        f"{format_bytes(best.index_bytes)} of index"
-    )
+def _typed(candidate: AnyCandidate) -> str:
+    """The same as options of the commands."""
+    dense = f"--dense-layers {','.join(map(str, candidate.dense_layers)) or 'none'}"
+    if isinstance(candidate, Candidate):
+        return f"-K {candidate.K} -L {candidate.L} {dense}"
+    return f"--attention rabitq --budget {candidate.budget:g} {dense}"
+
+
+def _other_line(tuned: Tuned) -> list[str]:
+    """What the best of the other sampler does."""
+    other = tuned.other
+    measured = None if other is None else tuned.measurement(other)
+    if other is None or measured is None:
+        return ["signatures have no room at this context"]
+    value = tuned.goal.value(measured.quality.error, measured.quality.ratio)
+    return [
+        f"the other sampler, {other.words}: error {measured.quality.error:.3f}, {measured.quality.ratio:.1%} of the "
+        f"keys, {measured.relative_ms:.2f} times an exact step, {format_bytes(other.index_bytes)} of index"
+        + (": misses the target" if value > tuned.goal.target else "")
+        + f"; to have it: {_typed(other)}"
+    ]
 
 
 def layers(tuned: Tuned) -> list[dict[str, Any]]:
-    """What the chosen pair does to each layer that may be sampled: on the tuning text and on the other one."""
+    """What the choice does to each layer that may be sampled: on the tuning text and on the other one."""
     dense = set(tuned.chosen.dense_layers)
     numbers = sorted({*tuned.layers, *tuned.chosen.sampled_layers})
     return [
@@ -135,7 +152,7 @@ def _today() -> str:
 
 
 def table_rows(tuned: Tuned) -> list[list[str]]:
-    """The candidates of the front whose error (or ratio) is nearest to the target, and all that were verified."""
+    """The pairs of the front whose error (or ratio) is nearest to the target, and all that were measured."""
     goal = tuned.goal
 
     def distance(candidate: Candidate) -> float:
@@ -144,15 +161,15 @@ def table_rows(tuned: Tuned) -> list[list[str]]:
     verified = list(tuned.verified)
     sizes = {candidate.size for candidate in verified}
     others = sorted((candidate for candidate in tuned.front if candidate.size not in sizes), key=distance)
-    shown = verified + others[: max(0, ROWS - len(verified))]
+    shown: list[AnyCandidate] = [*tuned.budgets, *verified]
+    shown += others[: max(0, ROWS - len(shown))]
     return [_row(tuned, candidate) for candidate in sorted(shown, key=lambda candidate: candidate.expected_error)]
 
 
-def _row(tuned: Tuned, candidate: Candidate) -> list[str]:
+def _row(tuned: Tuned, candidate: AnyCandidate) -> list[str]:
     measured = tuned.measurement(candidate)
     return [
-        "*" if candidate.size == tuned.chosen.size else "",
-        str(candidate.K), str(candidate.L),
+        "*" if candidate.words == tuned.chosen.words else "", candidate.words,
         f"{candidate.ratio:.1%}", "" if measured is None else f"{measured.quality.ratio:.1%}",
         f"{candidate.error:.3f}", f"{candidate.expected_error:.3f}",
         "" if measured is None else f"{measured.quality.error:.3f}",
@@ -162,12 +179,15 @@ def _row(tuned: Tuned, candidate: Candidate) -> list[str]:
 
 
 def as_profile(engine: Engine, tuned: Tuned, base: Profile, machine: Hardware, name: str) -> Profile:
-    """The profile in use with what was chosen, for this model on this machine.
+    """The profile in use with what was chosen, and the best of the other sampler, for this model on this machine.
 
     Sequences shorter than those for which sampling was measured to pay stay exact with `--attention auto`.
     """
     chosen, measured = tuned.chosen, tuned.measurement(tuned.chosen)
-    assert measured is not None, "the chosen pair was measured"
+    tables, budget = tuned.verified[0], tuned.budgets[0] if tuned.budgets else None
+    of_tables = tuned.measurement(tables)
+    assert measured is not None, "the choice was measured"
+    assert of_tables is not None, "the first of the verified was"
     on_gpu = engine.device != "cpu"
     machine_name = machine.cpu_model + (f", {engine.device}" if on_gpu else "")
     source = (
@@ -181,6 +201,7 @@ def as_profile(engine: Engine, tuned: Tuned, base: Profile, machine: Hardware, n
         "attention.tables": source,
         "attention.dense_layers": source,
         "attention.auto_lsh_from": times,
+        **({} if budget is None else {f"attention.{key}": source for key in ("budget", "bits", "tail")}),
         **{
             f"attention.{key}": f"as asked of {source.removeprefix('measured: ')}"
             for key in ("sink", "local")
@@ -188,6 +209,8 @@ def as_profile(engine: Engine, tuned: Tuned, base: Profile, machine: Hardware, n
         },
     }
     inherited = {key: text for key, text in base.sources.items() if key.partition("[")[0] not in own}
+    if budget is not None:
+        base = replace(base, budget=budget.budget, bits=budget.bits, tail=budget.tail)
     return replace(
         base,
         name=name,
@@ -195,8 +218,8 @@ def as_profile(engine: Engine, tuned: Tuned, base: Profile, machine: Hardware, n
             device="gpu" if on_gpu else "cpu", gpu_name=engine.device if on_gpu else None,
             cpu_model=machine.cpu_model, model=engine.model_name,
         ),
-        sampler="lsh",
-        tables=(TableSize(chosen.K, chosen.L, None, measured.quality.ratio),),
+        sampler="lsh" if isinstance(chosen, Candidate) else "rabitq",
+        tables=(TableSize(tables.K, tables.L, None, of_tables.quality.ratio),),
         dense_layers=chosen.dense_layers,
         sink=engine.plan.sink,
         local=engine.plan.local,
@@ -209,30 +232,26 @@ def as_profile(engine: Engine, tuned: Tuned, base: Profile, machine: Hardware, n
 def verdict(engine: Engine, tuned: Tuned, profile: str | None) -> list[str]:
     """What was chosen, how it did on the other text, what it costs, and what to type."""
     chosen, goal, measured = tuned.chosen, tuned.goal, tuned.measurement(tuned.chosen)
-    assert measured is not None, "the chosen pair was measured"
+    assert measured is not None, "the choice was measured"
     held = tuned.held_out
     wanted = f"error {goal.error:g}" if goal.error is not None else f"ratio {goal.ratio:.2%}"
     lines = [
-        f"* chosen: K={chosen.K} L={chosen.L}, dense layers {', '.join(map(str, chosen.dense_layers)) or 'none'} "
+        f"* chosen: {chosen.words}, dense layers {', '.join(map(str, chosen.dense_layers)) or 'none'} "
         f"(calibration: measured error / predicted = {tuned.calibration:.2f})",
         f"on text that was not tuned on: error {held.error:.3f}, {held.ratio:.1%} of the keys sampled; "
         + (f"meets the target ({wanted})" if tuned.met else f"misses the target ({wanted}): {_advice(tuned)}"),
         f"{measured.ms:.1f} ms per token at {tuned.context:,} tokens, with exact attention {tuned.exact_ms:.1f}"
         + ("" if measured.ms < tuned.exact_ms else ": sampling does not pay at this length"),
     ]
-    named = (
-        f" --profile {profile}"
-        if profile
-        else (f" -K {chosen.K} -L {chosen.L} --dense-layers {','.join(map(str, chosen.dense_layers)) or 'none'}")
-    )
-    return [*lines, signature_line(tuned), f"magicpig chat -m {shlex.quote(engine.settings.model.model)}{named}"]
+    named = f"--profile {profile}" if profile else _typed(chosen)
+    return [*lines, *_other_line(tuned), f"magicpig chat -m {shlex.quote(engine.settings.model.model)} {named}"]
 
 
 def _advice(tuned: Tuned) -> str:
-    """Why the target was missed: by the text, or by all pairs."""
+    """Why the target was missed: by the text, or by everything that was tried."""
     if tuned.expected_to_meet:
         return "the tuning text met it; a longer or more similar --text tells more"
-    return "no pair of the grid meets it in the memory there is"
+    return "no pair of the grid and no budget meets it in the memory there is"
 
 
 def layer_lines(tuned: Tuned) -> list[str]:

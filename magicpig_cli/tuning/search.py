@@ -66,6 +66,14 @@ class Candidate:
     def size(self) -> Size:
         return self.K, self.L
 
+    @property
+    def words(self) -> str:
+        return f"K={self.K} L={self.L}"
+
+    def sampling(self, plan: Plan) -> Plan:
+        """The plan that samples like this."""
+        return sampling_plan(plan, self.K, self.L, self.dense_layers)
+
 
 @dataclass(frozen=True, slots=True)
 class _Predictions:
@@ -173,13 +181,13 @@ class Search:
         kept = [i for i in range(len(self._layers)) if i not in chosen]
         dense = tuple(sorted((*self.plan.dense_layers, *(self._layers[i] for i in chosen))))
         exact = self.plan.shape.layers - len(kept)
-        plan = sampling_plan(self.plan, *size, dense)
+        index_bytes = sampling_plan(self.plan, *size, dense).index_bytes(self.context)
         return Candidate(
             *size, dense, tuple(self._layers[i] for i in kept),
             ratio=float(predicted.sampled[kept].sum() / self._keys[kept].sum()),
             error=float(predicted.error[kept].mean()),
             ms=self.cost.base_ms + exact * self.cost.exact_layer_ms + float(predicted.ms[kept].sum()),
-            index_bytes=plan.index_bytes(self.context),
+            index_bytes=index_bytes,
             expected_error=float(expected[kept].mean()),
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""What the signature sampler would do with the captured queries, in closed form: a line beside the tables' candidates.
+"""What the signature sampler would do with the captured queries, in closed form.
 
 Thresholds are those of one draw of the estimated logits, s + σ·z, as a kernel takes them from one rotation; everything
-else is an expectation. Nothing of it is verified with real signatures.
+else is an expectation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from magicpig_cli.attention.estimator import mean_alignment
 from magicpig_cli.kernels import SIGNATURE_ROWS, rotation_share
 from magicpig_cli.tuning.capture import Capture, Layer
 
-BUDGETS = (0.005, 0.01, 0.02, 0.04, 0.08)
+BUDGETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
 _STEPS = 4  # of each depth: every one costs a pass over all keys for each budget
 _TINY = 1e-30
 
@@ -42,19 +42,6 @@ class SignatureQuality:
     @property
     def error(self) -> float:
         return float((self.squares / self.pairs) ** 0.5)
-
-
-@dataclass(frozen=True, slots=True)
-class SignatureCandidate:
-    """One budget, in all sampled layers."""
-
-    budget: float
-    bits: int
-    tail: float
-    ratio: float
-    error: float
-    ms: float
-    index_bytes: int
 
 
 def measure_signatures(

@@ -1,4 +1,4 @@
-"""Timed decode steps of the engine itself with one (K, L), over the text that was captured."""
+"""Timed decode steps of the engine itself, sampled one way, over the text that was captured."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def sampling_plan(plan: Plan, K: int, L: int, dense_layers: tuple[int, ...]) -> 
     return replace(plan, mode="lsh", K=K, L=L, dense_layers=dense_layers)
 
 
+def signing_plan(plan: Plan, budget: float) -> Plan:
+    """The same plan, but sampling so many of the keys by their signatures."""
+    return replace(plan, mode="rabitq", budget=budget, target_error=None)
+
+
 @dataclass(frozen=True, slots=True)
 class Timed:
     """Medians of steps that took turns, so that whatever else the machine did meanwhile was done to both."""
@@ -30,11 +35,11 @@ class Timed:
 
 
 def time_steps(engine: Engine, capture: Capture, plan: Plan, hash_seed: int) -> Timed:
-    """Sampled and exact steps at the full context; tables are made and dropped, the capture is as before."""
+    """Sampled and exact steps at the full context; an index is made and dropped, the capture is as before."""
     runner = ModelRunner(engine.runner.model, engine.shape, plan, engine.runner.model.device, hash_seed)
     sequence = capture.sequence
     length, tokens = sequence.length, sequence.ids[-1:]
-    taken: dict[str, list[StepStats]] = {"lsh": [], "exact": []}
+    taken: dict[str, list[StepStats]] = {plan.mode: [], "exact": []}
     try:
         runner.build_index(sequence)
         for _ in range(_WARMUP + TIMED_STEPS):

@@ -1,8 +1,8 @@
-"""Real tables against the prediction: the engine's own attention step over captured queries, keys and values."""
+"""A real index against the prediction: the engine's own attention step over captured queries, keys and values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,12 +11,12 @@ import torch
 from magicpig_cli.attention.attention import Attention
 from magicpig_cli.attention.base import Sampler, StepRecorder
 from magicpig_cli.attention.estimator import Floats
-from magicpig_cli.attention.lsh import LshSampler
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.layer import LayerCache, LayerSpec
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.window import WindowShape
 from magicpig_cli.config import MAX_SEED
+from magicpig_cli.engine.samplers import make_sampler
 from magicpig_cli.planner import Plan
 from magicpig_cli.tuning.capture import Capture, Layer
 
@@ -70,21 +70,18 @@ def _error_and_ratio(layers: list[LayerQuality]) -> tuple[float, float]:
 
 
 class Replay:
-    """Runs captured steps through tables of one (K, L), layer by layer, in memory of its own."""
+    """Runs captured steps through a sampler, layer by layer, in memory of its own."""
 
     def __init__(self, capture: Capture, plan: Plan, device: torch.device, hash_seed: int) -> None:
-        """Every depth has tables of its own, drawn with hash_seed, hash_seed + 1, …"""
+        """Every depth has an index of its own, drawn with hash_seed, hash_seed + 1, …"""
         self._capture, self._plan = capture, plan
         self._staging = Staging(device)
         self._seeds = [(hash_seed + depth) % (MAX_SEED + 1) for depth in range(len(capture.lengths))]
 
-    def run(self, layers: Iterable[int], K: int, L: int) -> Iterator[tuple[int, LayerQuality]]:
-        """Yields each layer with what was measured of tables."""
-        threads = self._plan.threads
-        yield from self.run_with(layers, [LshSampler(K, L, seed, threads, self._staging) for seed in self._seeds])
-
-    def run_with(self, layers: Iterable[int], samplers: Sequence[Sampler]) -> Iterator[tuple[int, LayerQuality]]:
-        """The same of any samplers, one for each depth."""
+    def run(self, layers: Iterable[int], sampling: Plan) -> Iterator[tuple[int, LayerQuality]]:
+        """Yields each layer with what was measured of the sampler of that plan."""
+        assert sampling.sampler is not None
+        samplers = [make_sampler(sampling.sampler, sampling, seed, self._staging) for seed in self._seeds]
         for number in layers:
             layer = self._capture.layer(number)
             depths = [self._steps(layer, depth, sampler) for depth, sampler in enumerate(samplers)]
@@ -93,7 +90,7 @@ class Replay:
             yield number, LayerQuality(*(np.array(figures) for figures in zip(*depths, strict=True)))
 
     def _steps(self, layer: Layer, depth: int, sampler: Sampler) -> tuple[list[float], list[int], list[int]]:
-        """All steps of one depth: tables over what is offloaded there, then token by token as the engine does."""
+        """All steps of one depth: an index over what is offloaded there, then token by token as the engine does."""
         attention = Attention(sampler, layer.rows.dtype, self._plan.threads, self._staging)
         cache, length = self._cache(layer), self._capture.lengths[depth]
         cache.extend(layer.rows[:, :length])

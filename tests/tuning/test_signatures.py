@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from magicpig_cli.attention.rabitq import RabitqSampler
-from magicpig_cli.cache.staging import Staging
 from magicpig_cli.tuning.signatures import error_and_ratio, measure_signatures
+from magicpig_cli.tuning.steps import signing_plan
 from magicpig_cli.tuning.verify import LayerQuality, Replay
 from tests import tolerances
 
@@ -16,15 +17,8 @@ TAIL = 0.25
 
 
 def replayed(engine, captured, budget: float, bits: int, seed: int, layer: int) -> LayerQuality:
-    cpu = torch.device("cpu")
-    samplers = [
-        RabitqSampler(
-            budget=budget, tail=TAIL, bits=bits, target_error=None, hash_seed=seed + depth, threads=1,
-            staging=Staging(cpu),
-        )
-        for depth in range(len(captured.lengths))
-    ]  # fmt: skip
-    return dict(Replay(captured, engine.plan, cpu, 0).run_with([layer], samplers))[layer]
+    plan = replace(signing_plan(engine.plan, budget), bits=bits, tail=TAIL)
+    return dict(Replay(captured, engine.plan, torch.device("cpu"), seed).run([layer], plan))[layer]
 
 
 @pytest.mark.parametrize(("layer", "bits"), [(1, 32), (2, 32), (1, 128)])

@@ -8,17 +8,19 @@ from dataclasses import replace
 import pytest
 
 from magicpig_cli import profiles
+from magicpig_cli.engine.recording import ExactStep
 from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.errors import MagicpigError
 from magicpig_cli.events import Working
 from magicpig_cli.hardware import probe
 from magicpig_cli.tuning import report
-from magicpig_cli.tuning import tune as tuning
+from magicpig_cli.tuning.budgets import BudgetSearch
 from magicpig_cli.tuning.grid import parse_grid
-from magicpig_cli.tuning.search import Goal
-from magicpig_cli.tuning.signatures import BUDGETS
+from magicpig_cli.tuning.search import Goal, Search
+from magicpig_cli.tuning.signatures import BUDGETS, SignatureQuality
 from magicpig_cli.tuning.text import split_text
-from magicpig_cli.tuning.tune import Notice, Tuned, key_of, tune
+from magicpig_cli.tuning.trial import Measured, Notice, Trial, key_of
+from magicpig_cli.tuning.tune import Tuned, tune
 from tests import tolerances
 from tests.conftest import STEADY_SPEEDS
 from tests.tuning.conftest import CONTEXT
@@ -49,14 +51,18 @@ def test_the_choice_is_measured_and_held_to_other_text(engine, goal):
     tuned, events = run(engine, goal)
     assert {candidate.size for candidate in tuned.candidates} == set(GRID.sizes)
     assert len(tuned.verified) == 3
-    assert tuned.chosen == tuned.verified[0]
+    assert 1 <= len(tuned.budgets) <= 3
+    assert tuned.chosen in (tuned.verified[0], tuned.budgets[0])
+    assert {tuned.chosen, tuned.other} == {tuned.verified[0], tuned.budgets[0]}
     assert len({candidate.K for candidate in tuned.verified}) == 3
-    for candidate in tuned.verified:
+    for candidate in (*tuned.verified, *tuned.budgets):
         measured = tuned.measurement(candidate)
-        assert measured.quality.ratio == pytest.approx(candidate.ratio, rel=tolerances.SAMPLED_RATIO)
+        assert measured.quality.ratio == pytest.approx(candidate.ratio, rel=2 * tolerances.SAMPLED_RATIO)
+        assert measured.ms > 0
+    for candidate in tuned.verified if tuned.chosen in tuned.verified else tuned.budgets:
+        measured = tuned.measurement(candidate)
         calibrated = candidate.error * tuned.calibration
         assert measured.quality.error == pytest.approx(calibrated, rel=tolerances.PREDICTED_ERROR)
-        assert measured.ms > 0
     assert tuned.met == (goal.value(tuned.held_out.error, tuned.held_out.ratio) <= goal.target)
     assert set(tuned.held_out_layers) == set(tuned.chosen.sampled_layers)
     assert any(isinstance(event, Working) and "other text" in event.what for event in events)
@@ -66,8 +72,10 @@ def test_a_target_out_of_reach_is_said_to_be_missed(engine):
     tuned, _ = run(engine, Goal(error=1e-4, ratio=None))
     assert not tuned.met
     assert not tuned.expected_to_meet
-    assert "misses the target (error 0.0001): no pair of the grid" in "\n".join(report.verdict(engine, tuned, None))
-    assert tuned.chosen.expected_error == min(c.expected_error for c in tuned.verified)
+    assert "misses the target (error 0.0001): no pair of the grid and no budget" in "\n".join(
+        report.verdict(engine, tuned, None)
+    )
+    assert tuned.chosen.expected_error == min(c.expected_error for c in (*tuned.verified, *tuned.budgets))
 
 
 def test_a_second_run_reads_nothing_and_chooses_the_same(engine, monkeypatch):
@@ -83,20 +91,19 @@ def test_a_second_run_reads_nothing_and_chooses_the_same(engine, monkeypatch):
 
 def test_measuring_is_bounded(engine, monkeypatch):
     """Even if every measurement says something new about the layers, it ends, with three that were measured."""
-    sizes = []
-    original = tuning.Trial._measure
+    made = []
+    original = Trial._measure
 
     def measure(self, candidate, layers):
-        sizes.append(candidate.size)
+        made.append(candidate.words)
         yield from original(self, candidate, layers)
-        for layer, quality in self.search.measured[candidate.size].items():
-            worse = replace(quality, squares=quality.squares * 4 ** len(sizes))
-            self.search.measured[candidate.size][layer] = worse
+        for layer, quality in self.layers_of(candidate).items():
+            self._layers(candidate)[layer] = replace(quality, squares=quality.squares * 4 ** len(made))
 
-    monkeypatch.setattr(tuning.Trial, "_measure", measure)
+    monkeypatch.setattr(Trial, "_measure", measure)
     tuned, _ = run(engine, Goal(error=0.2, ratio=None))
-    assert len(sizes) <= 10
-    assert all(key_of(candidate) in tuned.measured for candidate in tuned.verified)
+    assert len(made) <= 13
+    assert all(key_of(candidate) in tuned.measured for candidate in (*tuned.verified, *tuned.budgets))
 
 
 def test_one_pair_alone(engine):
@@ -106,8 +113,8 @@ def test_one_pair_alone(engine):
 
 def test_tables_that_sample_every_key_leave_nothing_to_calibrate(engine):
     tuned, _ = run(engine, Goal(error=0.2, ratio=None), parse_grid("K=1,L=1000"))
-    assert (tuned.chosen.error, tuned.held_out.ratio) == (0.0, 1.0)
-    assert tuned.calibration == 1.0
+    assert tuned.verified[0].error == 0.0
+    assert tuned.measurement(tuned.verified[0]).quality.error == 0.0
     assert tuned.met
 
 
@@ -134,15 +141,16 @@ def test_documents(engine):
     tables = [c for c in document["candidates"] if c["sampler"] == "lsh"]
     assert len(tables) == len(GRID.sizes)
     signatures = document["candidates"][len(tables) :]
-    assert [c["budget"] for c in signatures] == list(BUDGETS)
-    assert [c["predicted"]["error"] for c in signatures] == sorted(
-        (c["predicted"]["error"] for c in signatures), reverse=True
-    )
-    assert {c["measured"] for c in signatures} == {None}
-    line = report.signature_line(tuned)
-    assert "--attention rabitq --budget" in line
-    assert line in report.verdict(engine, tuned, None)
-    assert sum(c["verified"] for c in document["candidates"]) == 3
+    assert set(BUDGETS) <= {c["budget"] for c in signatures}
+    by_budget = sorted(signatures, key=lambda c: c["budget"])
+    errors = [c["predicted"]["error"] for c in by_budget]
+    assert errors == sorted(errors, reverse=True)
+    assert [c["measured"] is not None for c in signatures] == [c["verified"] for c in signatures]
+    told = "\n".join(report.verdict(engine, tuned, None))
+    assert "--attention rabitq --budget" in told
+    assert f"-K {tuned.verified[0].K} -L {tuned.verified[0].L} --dense-layers" in told
+    assert sum(c["verified"] for c in tables) == 3
+    assert document["chosen"]["sampler"] in ("lsh", "rabitq")
     for c in document["candidates"]:
         assert c["sampler"] in ("lsh", "rabitq")
         assert set(c["predicted"]) == {"ratio", "error", "ms", "index_bytes"}
@@ -152,7 +160,8 @@ def test_documents(engine):
     rows = report.table_rows(tuned)
     assert len(rows) <= report.ROWS
     assert all(len(row) == len(report.COLUMNS) for row in rows)
-    assert [row[1:3] for row in rows if row[0]] == [[str(tuned.chosen.K), str(tuned.chosen.L)]]
+    assert [row[1] for row in rows if row[0]] == [tuned.chosen.words]
+    assert {c.words for c in (*tuned.verified, *tuned.budgets)} <= {row[1] for row in rows}
 
 
 def test_the_profile_plans_what_was_chosen(engine):
@@ -166,6 +175,40 @@ def test_the_profile_plans_what_was_chosen(engine):
     assert (found.match.model, found.match.cpu_model) == (engine.model_name, machine.cpu_model)
     assert "tune-kl" in found.sources["attention.tables"]
     planned = plan(machine, engine.shape, engine.settings, found)
-    assert (planned.K, planned.L, planned.dense_layers) == (*tuned.chosen.size, tuned.chosen.dense_layers)
+    assert planned.auto_sampler == ("lsh" if tuned.chosen in tuned.verified else "rabitq")
+    assert planned.dense_layers == tuned.chosen.dense_layers
+    assert (planned.K, planned.L, planned.budget) == (*tuned.verified[0].size, tuned.budgets[0].budget)
     chosen, why = profiles.choose(machine, False, model_name=engine.model_name)
     assert chosen.name == "mine", why
+
+
+def candidates(engine, goal: Goal, *, tables_error: float, budget_error: float):
+    """A trial, and one candidate of each sampler with these measured errors."""
+    tuned, _ = run(engine, Goal(error=0.2, ratio=None), parse_grid("K=6,L=40"))
+    layers = {1: {0.01: SignatureQuality(1, 100, 0.01, 1)}}
+    search = Search(engine.plan, CONTEXT, goal, {}, None)
+    trial = Trial(engine, None, search, BudgetSearch(engine.plan, CONTEXT, goal, layers, None))
+    tables = replace(tuned.verified[0], expected_error=tables_error, ratio=0.05)
+    budget = replace(tuned.budgets[0], expected_error=budget_error, ratio=0.02)
+    return trial, tables, budget
+
+
+@pytest.mark.parametrize(
+    ("goal", "errors", "ms", "wanted"),
+    [
+        (Goal(error=0.1, ratio=None), (0.05, 0.05), (10, 9), "rabitq"),  # faster
+        (Goal(error=0.1, ratio=None), (0.05, 0.05), (9, 10), "lsh"),
+        (Goal(error=0.1, ratio=None), (0.05, 0.05), (10, 10.1), "rabitq"),  # as fast: the smaller index
+        (Goal(error=0.1, ratio=None), (0.05, 0.2), (10, 5), "lsh"),  # only one meets the target
+        (Goal(error=0.1, ratio=None), (0.2, 0.05), (5, 10), "rabitq"),
+        (Goal(error=0.01, ratio=None), (0.04, 0.05), (10, 5), "lsh"),  # neither: the closer one
+        (Goal(error=None, ratio=0.1), (0.05, 0.04), (5, 10), "rabitq"),  # both meet a ratio: the more accurate one
+        (Goal(error=None, ratio=0.03), (0.01, 0.04), (5, 10), "rabitq"),
+    ],
+)
+def test_the_better_of_the_two_samplers_is_chosen(engine, goal, errors, ms, wanted):
+    trial, tables, budget = candidates(engine, goal, tables_error=errors[0], budget_error=errors[1])
+    for candidate, taken in zip((tables, budget), ms, strict=True):
+        trial.measured[key_of(candidate)] = Measured(None, taken, ExactStep(20.0, 10.0))
+    assert trial.preferred(tables, [budget]) == (tables if wanted == "lsh" else budget)
+    assert trial.preferred(tables, []) == tables

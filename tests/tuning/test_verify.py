@@ -16,7 +16,8 @@ LAYERS = (1, 2)
 
 
 def replayed(engine, captured, K, L, seed=0, layers=LAYERS):
-    return dict(Replay(captured, engine.plan, torch.device("cpu"), seed).run(layers, K, L))
+    replay = Replay(captured, engine.plan, torch.device("cpu"), seed)
+    return dict(replay.run(layers, sampling_plan(engine.plan, K, L, (0,))))
 
 
 def test_where_every_key_is_sampled_nothing_is_off(engine, captured):
