@@ -131,7 +131,7 @@ def _rounded(budget: float, *, down: bool = False) -> float:
     """To two digits, up or down."""
     unit = 10.0 ** (math.floor(math.log10(budget)) - _DIGITS + 1)
     steps = budget / unit
-    return round((math.floor(steps + 1e-6) if down else math.ceil(steps - 1e-6)) * unit, 10)
+    return round((math.floor(steps + 1e-3) if down else math.ceil(steps - 1e-3)) * unit, 10)
 
 
 def _clipped(budget: float) -> float:

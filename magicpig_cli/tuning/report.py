@@ -19,18 +19,8 @@ from magicpig_cli.units import format_bytes
 
 MEASURED = "measured"  # heads the column beside each prediction
 COLUMNS = (
-    "",
-    "sampled by",
-    "sampled",
-    MEASURED,
-    "error",
-    "expected",
-    MEASURED,
-    "ms",
-    MEASURED,
-    "index",
-    "dense layers",
-)
+    "", "sampler", "sampled", MEASURED, "error", "expected", MEASURED, "ms", MEASURED, "index", "dense layers",
+)  # fmt: skip
 RIGHT = ("sampled", MEASURED, "error", "expected", "ms", "index")
 ROWS = 12  # of the table: the front near the target
 

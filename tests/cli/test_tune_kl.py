@@ -111,7 +111,10 @@ def test_a_run_a_profile_and_a_second_run(tiny_directory, home, tmp_path):
     planned = magicpig(
         home, "chat", "-m", str(tiny_directory), "-v", "-n", "1", "--attention", "lsh", "--profile", "mine", "hi"
     )
-    assert f"K={chosen['K']} L={chosen['L']}" in planned.stderr
+    tables = next(c for c in document["candidates"] if c["verified"] and c["sampler"] == "lsh")
+    assert f"K={tables['K']} L={tables['L']}" in planned.stderr
+    sampled = magicpig(home, "chat", "-m", str(tiny_directory), "-n", "1", "--json", "--profile", "mine", "hi")
+    assert json.loads(sampled.stdout)["attention"]["dense_layers"] == chosen["dense_layers"]
     picked = json.loads(magicpig(home, "doctor", "--json").stdout)
     assert picked["profile"] != "mine"  # it is for that model alone
 
@@ -119,7 +122,7 @@ def test_a_run_a_profile_and_a_second_run(tiny_directory, home, tmp_path):
     assert second.returncode == 0, second.stderr
     assert second.stderr.count("not again, an earlier run kept") == 2
     lines = second.stdout.splitlines()
-    assert lines[0].split()[:3] == ["K", "L", "sampled"]
+    assert lines[0].split()[:3] == ["sampler", "sampled", "measured"]
     assert sum(line.startswith("* ") for line in lines) == 2  # in the table, and what it means
     assert lines[-1].startswith("magicpig chat -m ")
     assert all(line == line.rstrip() for line in lines)
