@@ -113,7 +113,7 @@ class RabitqSampler:
             if sampled is None or sampled[b]:
                 assert isinstance(cache.index, SignatureIndex), "sampling needs an index"
                 groups.append(cache.index.signed_rows)
-                if cache.index.budgets is not None:
+                if self.target_error is not None and cache.index.budgets is not None:
                     budgets[b] = cache.index.budgets
             else:
                 groups.append(kernels.SignedRows(cache.store.table, ()))

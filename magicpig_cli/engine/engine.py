@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from magicpig_cli import kernels
 from magicpig_cli.cache.saved import SavedCache
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.cache.snapshot import Snapshot, file_bytes, write
-from magicpig_cli.config import MAX_DELAY_S, GenerationOptions, Settings
+from magicpig_cli.config import MAX_DELAY_S, AttentionOptions, GenerationOptions, Settings
 from magicpig_cli.engine.admission import Admission
 from magicpig_cli.engine.conversation import ChatCodec, common_prefix
 from magicpig_cli.engine.identity import identity_of, model_differences, sampler_differences, sampler_of
@@ -22,12 +23,13 @@ from magicpig_cli.engine.prefix import SharedPrefix
 from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.engine.sampling import resolve_sampling
 from magicpig_cli.engine.scheduler import Request, Scheduler
-from magicpig_cli.errors import ContextError, MagicpigError
+from magicpig_cli.errors import ContextError, MagicpigError, UsageError
 from magicpig_cli.events import MEASURING, Event, LoadProgress
 from magicpig_cli.model import loader
 from magicpig_cli.model.frequencies import settle
 from magicpig_cli.model.shape import ModelShape, shape_from_config
 from magicpig_cli.planner import Plan
+from magicpig_cli.planner.checks import check_signatures
 from magicpig_cli.planning import plan_here
 
 __all__ = ["Engine", "Request"]
@@ -47,7 +49,7 @@ class Engine:
         self.params = loaded.params
         self.load_s = load_s
         self.isa = kernels.isa.current()
-        self.plan = planned
+        self.plan = self._planned = planned
         self.shape: ModelShape = planned.shape
         self.codec = ChatCodec(
             loaded.tokenizer, loaded.config, loaded.generation_config, settings.model.chat_template
@@ -89,6 +91,32 @@ class Engine:
     def device(self) -> str:
         """`cpu`, or the name of the GPU."""
         return "cpu" if self._device.type == "cpu" else torch.cuda.get_device_name(self._device)
+
+    @property
+    def sampler_at_start(self) -> str | None:
+        """Name of the sampler that the model was loaded for; None = exact attention."""
+        return self._planned.sampler
+
+    def sample_as(self, attention: AttentionOptions) -> None:
+        """From now on attend exactly, or sample with another budget or target error; None = as the model was loaded.
+
+        Sequences keep their rows and what indexes they have. Raises UsageError for what is out of range or an option of
+        another sampler.
+        """
+        planned, sampler = self._planned, self._planned.sampler
+        check_signatures(attention)
+        exact = attention.mode == "exact"
+        if sampler != "rabitq" and (attention.budget is not None or attention.target_error is not None):
+            raise UsageError(
+                f"budget and target error are options of rabitq, and attention is {sampler or 'exact'} here",
+                hint="start with --attention rabitq",
+            )
+        self.plan = replace(
+            planned, mode="exact" if exact else planned.mode, budget=attention.budget or planned.budget,
+            target_error=attention.target_error or planned.target_error,
+        )  # fmt: skip
+        self.sampler = sampler_of(self.plan, self.settings.attention.hash_seed)
+        self.runner.follow(self.plan)
 
     def new_sequence(self) -> Sequence:
         """An empty sequence, to be continued over several requests."""

@@ -82,6 +82,11 @@ class ModelRunner:
         """Name of the sampler of a mode; None = the plan's mode, or, as a result, exact attention."""
         return self.plan.sampler_of(mode or self.plan.mode)
 
+    def follow(self, plan: Plan) -> None:
+        """Sample as this plan says from now on; apart from that it is the same."""
+        self.plan = plan
+        self._attentions.clear()
+
     def new_sequence(self) -> Sequence:
         """An empty sequence of this model."""
         layers = [LayerCache(spec, self._window, self._pool, self._staging) for spec in self._specs]

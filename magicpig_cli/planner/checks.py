@@ -42,7 +42,7 @@ def check_request(shape: ModelShape, settings: Settings, *, on_gpu: bool) -> Non
     _check_choice("--kv-dtype", attention.kv_dtype, ("auto", "float32", "bfloat16", "int8"))
     _check_choice("--quantize", model.quantize, ("none", "int8"))
     _check_tables(attention)
-    _check_signatures(attention)
+    check_signatures(attention)
     _check_layers(attention, shape)
     if attention.sink is not None and attention.sink < 0:
         raise UsageError(f"--sink {attention.sink} is less than 0", hint=f"the default is --sink {DEFAULT_SINK}")
@@ -79,7 +79,8 @@ def _check_tables(attention: AttentionOptions) -> None:
         raise UsageError(f"--hash-seed {attention.hash_seed} is not between 0 and {MAX_SEED}", hint="--hash-seed 0")
 
 
-def _check_signatures(attention: AttentionOptions) -> None:
+def check_signatures(attention: AttentionOptions) -> None:
+    """Raise UsageError for options of rabitq outside their range."""
     if attention.budget is not None and not 0 < attention.budget <= 1:
         raise UsageError(
             f"--budget {attention.budget:g} is no share of the keys: want above 0, up to 1",

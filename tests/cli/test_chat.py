@@ -414,9 +414,16 @@ def test_settings(scripted):
     assert chat.say("/set seed")[-1] == "seed 5 (set)"
     assert chat.say("/set seed default")[-1] == "seed drawn anew for each answer (default)"
     assert chat.say("/set think maybe")[-2] == "error: think is on or off, not 'maybe'"
+    assert chat.say("/set attention exact")[-1] == "attention exact (set)"
+    assert chat.say("/set attention lsh")[-2] == "error: attention is default or exact here, not 'lsh'"
+    assert chat.say("/set attention default")[-1] == "attention auto (default)"
+    assert chat.say("/set budget 0.05")[-1] == "budget 0.05 (set)"
+    assert chat.say("/set budget 2")[-2] == "error: budget 2 is no share of the keys: want above 0, up to 1"
+    assert chat.say("/set target-error")[-1] == "target_error off (default)"
     assert statistics(chat.say("go"))[0][1] == 3
     rows = "\n".join(chat.say("/show"))
-    assert "sampler rabitq, budget 0.02" in rows
+    assert "sampler rabitq, budget 0.05" in rows
+    assert chat.say("/set budget default")[-1] == "budget 0.02 (default)"
     assert "temperature 0.25 (set)" in rows
     rows = "\n".join(chat.say("/stats"))
     assert f"{tokens('go')} in the prompt, 0 of them reused, 3 generated" in rows

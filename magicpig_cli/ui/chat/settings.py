@@ -1,4 +1,4 @@
-"""/set and /show. Values are checked by `SamplingParams`, as those of the options are."""
+"""/set and /show. Values are checked where those of the options are: `SamplingParams`, `Engine.sample_as`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from magicpig_cli.config import GenerationOptions
+from magicpig_cli.config import AttentionOptions, GenerationOptions
 from magicpig_cli.engine.sampling import resolve_sampling
 from magicpig_cli.errors import MagicpigError, UsageError
 from magicpig_cli.ui import console
@@ -21,12 +21,15 @@ _WHOLE = ("max_tokens", "top_k", "seed")
 _SWITCHES = ("think", "markdown")
 _ALIASES = {"temp": "temperature", "max_new_tokens": "max_tokens"}
 _DEFAULT = "default"
-KEYS = (*(field.name for field in fields(GenerationOptions)), *_SWITCHES)
+_ATTENTION = ("attention", "budget", "target_error")
+KEYS = (*(field.name for field in fields(GenerationOptions)), *_ATTENTION, *_SWITCHES)
 _HINT = '/set temperature 0.3, /set stop "###", /set seed default'
 
 
 def choices(key: str) -> Iterable[str]:
     """Values to offer after a key."""
+    if key == "attention":
+        return (_DEFAULT, "exact")
     return ("on", "off") if key in _SWITCHES else (_DEFAULT,)
 
 
@@ -45,6 +48,8 @@ def set_value(chat: Chat, argument: str) -> None:
     if value.strip() and key in _SWITCHES:
         changes: dict[str, Any] = {key: _switch(key, value.strip())}
         chat.look = replace(chat.look, **changes)
+    elif value.strip() and key in _ATTENTION:
+        _set_attention(chat, key, value.strip())
     elif value.strip():
         options = replace(chat.settings.generation, **{key: _value(key, value.strip())})
         try:
@@ -53,6 +58,19 @@ def set_value(chat: Chat, argument: str) -> None:
             raise UsageError(problem.message.removeprefix("--"), hint=f"/set {key} {_DEFAULT}") from problem
         chat.settings = replace(chat.settings, generation=options)
     console.say(_setting_line(chat, key))
+
+
+def _set_attention(chat: Chat, key: str, text: str) -> None:
+    """Sample in another way from the next answer on; `attention` is `default` or `exact`."""
+    if key == "attention" and text not in choices(key):
+        raise UsageError(f"attention is {_DEFAULT} or exact here, not {text!r}", hint="/set attention exact")
+    value: Any = ("auto" if text == _DEFAULT else text) if key == "attention" else _value(key, text)
+    options = replace(chat.sampling, **{"mode" if key == "attention" else key: value})
+    try:
+        chat.engine.sample_as(options)
+    except UsageError as problem:  # it names the option
+        raise UsageError(problem.message.removeprefix("--"), hint=problem.hint) from problem
+    chat.sampling = options
 
 
 def show(chat: Chat, _: str) -> None:
@@ -103,8 +121,20 @@ def _settings_lines(chat: Chat) -> list[str]:
 def _setting_line(chat: Chat, key: str) -> str:
     if key in _SWITCHES:
         return f"{key} {'on' if getattr(chat.look, key) else 'off'}"
+    if key in _ATTENTION:
+        return _attention_line(chat, key)
     value = getattr(resolve_sampling(chat.settings.generation, chat.engine.generation_config), key)
     return f"{key} {_shown(key, value)} ({_origin(chat, key)})"
+
+
+def _attention_line(chat: Chat, key: str) -> str:
+    plan = chat.engine.plan
+    option = "mode" if key == "attention" else key
+    changed = getattr(chat.sampling, option) != getattr(AttentionOptions(), option)
+    value: object = plan.mode if key == "attention" else plan.options_of("rabitq")[key]
+    if key != "attention" and chat.engine.sampler_at_start != "rabitq":
+        return f"{key} not used (of rabitq)"
+    return f"{key} {'off' if value is None else value} ({'set' if changed else _DEFAULT})"
 
 
 def _shown(key: str, value: Any) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass, replace
 
 from magicpig_cli.cache.sequence import Sequence
-from magicpig_cli.config import Settings
+from magicpig_cli.config import AttentionOptions, Settings
 from magicpig_cli.engine.conversation import Conversation, common_prefix, document_message
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.errors import ContextError, MagicpigError
@@ -56,6 +56,7 @@ class Chat:
     ) -> None:  # fmt: skip
         self.engine, self.settings, self.quiet, self.live = engine, settings, quiet, live
         self.look = TextLook(markdown)
+        self.sampling = AttentionOptions()  # what /set has changed of it
         self.sessions = sessions
         self._prompt_cache = prompt_cache
         self.conversation = Conversation(engine.codec, settings.system)
