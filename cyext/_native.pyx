@@ -144,7 +144,7 @@ cdef extern from "signature.h" nogil:
                     const uint8_t* tables, const signed_t* head, const float* of_means, int64_t cells, int heads,
                     int16_t* out, int64_t stride)
     int score_bound(const int16_t* scores, int64_t n, double share, int16_t* subset)
-    void take_scores(const int16_t* scores, int64_t n, int bound, uint64_t* bits)
+    void take_scores(const int16_t* scores, int64_t n, int bound, const uint64_t* tail, uint64_t* bits)
     void signature_weights(const float* dots, const float* squares, const float* means, const float* factors, int n,
                            const signed_t* head, float scale, int D, int bits, float share, const float* table,
                            int cells, float* out)

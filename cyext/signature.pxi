@@ -101,6 +101,7 @@ cdef struct Unit:
     float largest       # factor
     int16_t* scores     # [G][n]
     uint64_t* bits      # [G][words]; NULL where only scores are asked for
+    const uint64_t* tail  # [words]: the uniform tail's, where it was drawn before; NULL: in `bits`
     double* shares      # [G]: of rows, for the threshold
 
 
@@ -317,7 +318,7 @@ cdef void _take_item(const void* work, int64_t at, int worker) noexcept nogil:
     head.tau = INFINITY if bound > TOP_SCORE else (<float>bound - <float>0.5) * head.unit
     if bound < -TOP_SCORE:
         head.rate = 1
-    take_scores(scores, n, bound, unit.bits + g * (n // 64))
+    take_scores(scores, n, bound, unit.tail, unit.bits + g * (n // 64))
     job.times[worker * 8] += now_ns() - began
 
 
@@ -339,10 +340,41 @@ cdef Parts _signed_parts(Signed signed, groups, Tables sources, const double[:, 
     return parts
 
 
+cdef _draw_tails(Signed signed, Parts parts, groups, const double[:, ::1] rates, key, int threads, int64_t* times):
+    """The uniform tails. Where all heads of a sequence have one rate, a draw is kept with its rows: it is that of all
+    steps until there are others."""
+    cdef int64_t b, h, H = rates.shape[1], Hkv = signed.count // len(groups) if groups else 1
+    cdef const uint64_t[:, ::1] words
+    cdef uint64_t[:, ::1] made
+    cdef const Part* part
+    known, wanted = [], []
+    for b, group in enumerate(groups):
+        rate = {rates[b, h] for h in range(H)}
+        name = (*key, *rate) if len(rate) == 1 and parts.at[b].n else None
+        found = None if name is None else group.draws.get(name)
+        known.append(found is not None)
+        wanted.append(name if found is None else None)
+        if found is not None:
+            signed.held.append(found)
+            words = found
+            for h in range(Hkv):
+                signed.units[b * Hkv + h].tail = &words[h, 0]
+    _take_tail(parts, rates, key, Hkv, threads, times, known)
+    for b, group in enumerate(groups):
+        if wanted[b] is not None:
+            part = parts.at + b
+            draw = np.empty((Hkv, part.words), dtype=np.uint64)
+            made = draw
+            for h in range(Hkv):
+                memcpy(&made[h, 0], part.bits + h * signed.job.G * part.words, part.words * sizeof(uint64_t))
+            group.draws.clear()
+            group.draws[wanted[b]] = draw
+
+
 cdef Parts _take_signed(Signed signed, groups, Tables sources, rates, shares, key, int threads, int64_t* times):
     """Parts with the bits of what is sampled."""
     cdef Parts parts = _signed_parts(signed, groups, sources, rates, shares)
-    _take_tail(parts, rates, key, signed.count // len(groups) if groups else 1, threads, times)
+    _draw_tails(signed, parts, groups, rates, key, threads, times)
     signed.prepare(threads, times)
     signed.scan(threads, times)
     return parts

@@ -268,11 +268,14 @@ static OUTLINE int score_bound(const int16_t *scores, int64_t n, double share, i
     return low;
 }
 
-/* bits [n/64] |= scores that reach the bound. */
-static OUTLINE void take_scores(const int16_t *scores, int64_t n, int bound, uint64_t *bits) {
-    if (bound > TOP_SCORE) return;
-    for (int64_t word = 0; word < n / 64; word++)
-        bits[word] |= bound < -TOP_SCORE ? ~(uint64_t)0 : scores_reach(scores + 64 * word, (int16_t)bound);
+/* bits [n/64] |= scores that reach the bound; tail: words to begin with instead, or NULL. */
+static OUTLINE void take_scores(const int16_t *scores, int64_t n, int bound, const uint64_t *tail, uint64_t *bits) {
+    for (int64_t word = 0; word < n / 64; word++) {
+        uint64_t taken = tail ? tail[word] : bits[word];
+        if (bound < -TOP_SCORE) taken = ~(uint64_t)0;
+        else if (bound <= TOP_SCORE) taken |= scores_reach(scores + 64 * word, (int16_t)bound);
+        bits[word] = taken;
+    }
 }
 
 /* --- weights of sampled rows --- */

@@ -117,6 +117,7 @@ class SignedRows:
     blocks: Sequence[SignatureBlock] = ()
     cells: np.ndarray = field(init=False, repr=False, compare=False)  # int64 [n/256, 6], of all blocks
     largest: np.ndarray = field(init=False, repr=False, compare=False)  # uint16 [Hkv], of all blocks
+    draws: dict[Any, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)  # the kernels' own
 
     def __post_init__(self) -> None:
         heads, head_dim = self.table.kv_heads, self.table.head_dim

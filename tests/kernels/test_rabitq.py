@@ -393,3 +393,23 @@ def test_the_door_names_what_is_wrong(change, message):
     }  # fmt: skip
     with pytest.raises((TypeError, ValueError), match=message):
         kernels.rabitq_attend(**{**good, **change})
+
+
+def test_a_draw_of_the_tail_that_was_kept_is_the_draw_that_would_be_made(isa):
+    """Steps in turns with one rate, another, and one for each head: as rows that have not been asked before."""
+    basis, table = make_basis(64, 32), make_table(make_rows(2, 1024, 32))
+    q, kept = queries(1, 4, 32), make_signed(table, 1024, basis)
+    other = make_signed(table, 768, basis)
+    ways = [((0.1,), 0.5), ((0.1,), 0.5), ((0.1, 0.2), 0.5), ((0.3,), 1.0), ((0.3,), 1.0), ((0.1,), 0.5)]
+    for share, tail in ways:
+        how = {"budget": budgets(1, 4, *share), "tail": tail, "key": KEY, "scale": 0.2}
+        fresh = kernels.rabitq_sample(q, basis, [make_signed(table, 1024, basis)], **how)
+        found = kernels.rabitq_sample(q, basis, [kept], **how)
+        both = {**how, "budget": np.concatenate([how["budget"]] * 2)}
+        of_both = kernels.rabitq_sample(np.concatenate([q, q]), basis, [kept, other], **both)
+        for h in range(4):
+            assert np.array_equal(found[0][h], fresh[0][h])
+            assert np.array_equal(of_both[0][h], fresh[0][h])
+            assert of_both[1][h].max() < 768
+    again = kernels.rabitq_sample(q, basis, [kept], budget=budgets(1, 4, 0.1), tail=0.5, key=(5, 3), scale=0.2)
+    assert any(len(a) != len(b) or (a != b).any() for a, b in zip(again[0], fresh[0], strict=True))
