@@ -117,7 +117,8 @@ class SignedRows:
     blocks: Sequence[SignatureBlock] = ()
     cells: np.ndarray = field(init=False, repr=False, compare=False)  # int64 [n/256, 6], of all blocks
     largest: np.ndarray = field(init=False, repr=False, compare=False)  # uint16 [Hkv], of all blocks
-    draws: dict[Any, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)  # the kernels' own
+    # What the kernels have drawn of the uniform tail, for the next step.
+    draws: dict[Any, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         heads, head_dim = self.table.kv_heads, self.table.head_dim
