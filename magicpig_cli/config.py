@@ -49,6 +49,7 @@ class ModelOptions:
     dtype: str = "auto"  # auto | float32 | bfloat16
     quantize: str = "none"  # none | int8 (linear layers and embedding, on a CPU)
     load_format: str = "auto"  # auto | dummy (random weights from the config)
+    no_cuda_graphs: bool = False  # every operator of a decode step is launched by itself
     offline: bool = False
     trust_remote_code: bool = False
     chat_template: str | None = None  # text of a template that replaces the tokenizer's

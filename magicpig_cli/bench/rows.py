@@ -70,6 +70,7 @@ def _row(engine: Engine, case: Case, mode: str, sample: Samples, exact: Samples 
             *complaints(means, exact.means() if exact is not None and sampling else None),
             *sample.conditions().complaints(engine.threads),
             *_nothing_sampled(sample, sampling),
+            *engine.new_notices(),
         ],
         "samples_ms": [float(ms) for ms in wall_ms],
     }

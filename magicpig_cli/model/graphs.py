@@ -59,7 +59,7 @@ class CudaGraphs:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -121,7 +121,7 @@ def executor_of(device: torch.device) -> Callable[[], GraphExecutor] | None:
     return (lambda: CudaGraphs(device)) if device.type == "cuda" else None
 
 
-class NoHostReads(TorchDispatchMode):
+class NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses what a graph cannot hold: reading a result on the host, or a shape that depends on one.
 
     CUDA refuses it too, but a capture that has failed leaves torch unable to capture again: this asks first. Raises
@@ -134,9 +134,12 @@ class NoHostReads(TorchDispatchMode):
         if _reads_results(func, args):
             raise CaptureRefused(f"{func} reads a result on the host")
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and any(_elsewhere(out, given) for given in args):
-            raise CaptureRefused(f"{func} moves a tensor from one device to another")
+        if func.overloadpacket in _COPIES and any(_elsewhere(out, given) for given in args):
+            raise CaptureRefused(f"{func} copies from one device to another")
         return out
+
+
+_COPIES = (torch.ops.aten.to, torch.ops.aten._to_copy, torch.ops.aten.copy_)
 
 
 def _reads_results(func: Any, args: tuple[Any, ...]) -> bool:
@@ -148,5 +151,4 @@ def _reads_results(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _elsewhere(out: torch.Tensor, given: Any) -> bool:
-    """Whether a tensor that is more than a number was on another device."""
-    return isinstance(given, torch.Tensor) and given.dim() > 0 and given.device != out.device
+    return isinstance(given, torch.Tensor) and given.device != out.device

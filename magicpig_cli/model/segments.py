@@ -92,7 +92,7 @@ def record(model: PreTrainedModel, executor: GraphExecutor, batch: int) -> Recor
     """Run the model's forward on made-up tokens, record it, and compare a replay with it. Raises RuntimeError."""
     with torch.inference_mode(), executor.recording():
         first, second = (_made_up(model, batch, position) for position in _POSITIONS)
-        with NoHostReads():
+        with NoHostReads():  # type: ignore[no-untyped-call]
             hook.run(model, *first, Trial())  # also warms up what is set up at the first call
         own = Trial()
         wanted = hook.run(model, *second, own)
@@ -110,9 +110,7 @@ def _made_up(model: PreTrainedModel, batch: int, position: int) -> tuple[torch.T
     return (count * 7 + position) % model.config.get_text_config().vocab_size, count * 5 + position
 
 
-def _recorded(
-    model: PreTrainedModel, executor: GraphExecutor, ids: torch.Tensor, positions: torch.Tensor
-) -> Recording:
+def _recorded(model: PreTrainedModel, executor: GraphExecutor, ids: torch.Tensor, positions: torch.Tensor) -> Recording:
     recorder = _Recorder(executor)
     try:
         executor.begin()

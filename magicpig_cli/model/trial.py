@@ -1,4 +1,4 @@
-"""A decode step in which something simple stands for attention: to see what a model's own code gives it and makes of it.
+"""A decode step with something simple in attention's place: to see what a model's code gives it and makes of it.
 
 Two ways to compute a step are the same if both give attention the same and make the same of what it gives back.
 """
