@@ -151,6 +151,7 @@ class Segments:
         self._notices: list[str] = []
         self._unrecorded: set[int] = set()  # batch sizes for which there was no memory, or the like
         self._paused = make is None
+        self.replayed = 0  # steps so far
         self.why_never: str | None = None  # if no step is recorded: what the model or CUDA has against it
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, forward: hook.Forward) -> torch.Tensor:
@@ -158,6 +159,7 @@ class Segments:
         recording = None if forward.prefill or ids.shape[1] != 1 else self.prepare(ids.shape[0], forward.lane)
         if recording is None:
             return hook.run(self._model, ids, positions, forward)
+        self.replayed += 1
         return recording.replay(ids, positions, forward)
 
     def prepare(self, batch: int, lane: int = 0) -> Recording | None:
