@@ -68,6 +68,7 @@ class CudaGraphs:
         """On this lane's own stream, which begins after what the current one was given, and which that waits for."""
         current = torch.cuda.current_stream(self._stream.device)
         with _one_at_a_time, _nothing_collected():
+            torch.cuda.empty_cache()  # of what torch keeps, a graph's pool gets nothing
             self._stream.wait_stream(current)
             try:
                 with torch.cuda.stream(self._stream):

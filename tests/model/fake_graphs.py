@@ -106,7 +106,7 @@ class FakeGraphs:
         self.fail_at = fail_at
         self.begun = 0
         self.tapes: list[Tape] = []
-        self._pool = Pool()
+        self.pool = Pool()
         self._open: Tape | None = None
 
     @contextmanager
@@ -118,7 +118,7 @@ class FakeGraphs:
         self.begun += 1
         if self.begun == self.fail_at:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nMore about that.")
-        self._open = Tape(self._pool)
+        self._open = Tape(self.pool)
         self._open.__enter__()
 
     def end(self) -> Tape:

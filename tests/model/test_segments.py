@@ -15,7 +15,7 @@ from magicpig_cli.model.graphs import CaptureRefused
 from magicpig_cli.model.segments import Segments
 from magicpig_cli.model.trial import Trial
 from tests.families import CASES
-from tests.model.fake_graphs import FakeGraphs, storage
+from tests.model.fake_graphs import FakeGraphs, Tape, storage
 from tests.model.test_parity import greedy, make_runner, prompts
 from tests.tiny import tiny_model
 
@@ -236,8 +236,10 @@ def test_a_batch_size_for_which_memory_runs_out_is_decoded_by_the_familys_own_co
     assert recorded.captures == fail_at + 3 * 4
 
 
-def test_a_segment_that_does_not_write_what_it_should_is_noticed():
-    """Whichever it is: nothing of this model is replayed then."""
+def test_a_segment_that_does_not_write_what_it_should_is_noticed(monkeypatch):
+    """Whichever it is, and though its memory happens to hold what it should write: nothing is replayed then."""
+    monkeypatch.setattr(segments, "_POSITIONS", (3, 3))
+    monkeypatch.setattr(Tape, "forget_results", lambda _: None)
     model = tiny_model("llama")
     runner = make_runner(model)
     wanted = greedy(runner, [[5, 6, 7]])
@@ -386,6 +388,25 @@ def test_models_in_half_precision_are_recorded(dtype):
     with torch.inference_mode():
         wanted = hook.run(model, ids, positions, Trial())
         assert torch.equal(recorded.segments.prepare(2).replay(ids, positions, Trial()), wanted)
+
+
+def test_what_nobody_holds_is_not_kept_for_the_next_segment():
+    """Of the fake: as memory of CUDA that was free when a segment was captured."""
+    executor, x = FakeGraphs(), torch.ones(3)
+    executor.begin()
+    held, dropped = x * 2, x * 3
+    pieces = [executor.end()]
+    where = storage(dropped)
+    del dropped
+    executor.begin()
+    out = held + 1
+    pieces.append(executor.end())
+    assert storage(out) != where
+    for piece in pieces:
+        piece.replay()
+    assert out.tolist() == [3, 3, 3]
+    assert executor.pool.fresh[where].isnan().all()
+    assert not executor.pool.fresh[storage(held)].isnan().any()
 
 
 # CUDA
