@@ -3,9 +3,10 @@
     python -m magicpig_cli.bench.gpu_check [--dry-run]        # or scripts/gpu_check.sh, which also installs
 
 First the same models on CPU and GPU: do they say the same? Then the shape of Llama-3.1-8B with random weights at 96k:
-milliseconds of a decode step with keys and values on the GPU, in host memory read exactly, and sampled. Keys have the
-geometry of a language model's (`synthetic.py`), tiled to the context; queries are those of random weights, which point
-anywhere, so that fewer keys are sampled than on real text: every row says how many.
+milliseconds of a decode step with keys and values on the GPU, in host memory read exactly, and sampled; of one sequence
+also without CUDA graphs, and what launching a step takes with and without. Keys have the geometry of a language
+model's (`synthetic.py`), tiled to the context; queries are those of random weights, which point anywhere, so that
+fewer keys are sampled than on real text: every row says how many.
 
 Progress goes to stderr, the document is the last line of stdout. What fails or finds no time is named in it, and what
 was measured before stands. With --dry-run everything runs on the CPU at toy size: the program is tested, nothing else.

@@ -144,11 +144,14 @@ _COPIES = (torch.ops.aten.to, torch.ops.aten._to_copy, torch.ops.aten.copy_)
 
 
 def _reads_results(func: Any, args: tuple[Any, ...]) -> bool:
+    aten = torch.ops.aten
+    if func is aten.index.Tensor:  # by numbers or by masks
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    if func is aten.one_hot.default and len(args) > 1:
+        return bool(args[1] < 0)  # the number of classes; else it is looked for
     if torch.Tag.dynamic_output_shape in func.tags:
-        return func is not torch.ops.aten.index.Tensor or any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        )
-    return torch.Tag.data_dependent_output in func.tags or func is torch.ops.aten.is_nonzero.default
+        return True
+    return torch.Tag.data_dependent_output in func.tags or func is aten.is_nonzero.default
 
 
 def _elsewhere(out: torch.Tensor, given: Any) -> bool:

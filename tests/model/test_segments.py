@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -91,9 +92,10 @@ def test_replayed_steps_are_the_familys_own_bit_by_bit(case):
     model = case.model()
     settle(model, case.context or 1024)
     runner = make_runner(model, chunk=128)
-    wanted = steps(runner, started(runner, (75, 33, 5)))
+    sequences = started(runner, (75, 33, 5))
+    wanted = steps(runner, [runner.fork(sequence) for sequence in sequences])
     recorded = in_segments(runner)
-    assert all_equal(steps(runner, started(runner, (75, 33, 5))), wanted)
+    assert all_equal(steps(runner, sequences), wanted)
     assert recorded.segments.why_never is None
     assert recorded.captures == 3 * (model.config.num_hidden_layers + 1)  # three batch sizes
     assert sum(tape.replays for executor in recorded.executors for tape in executor.tapes) > recorded.captures
@@ -299,11 +301,24 @@ def test_a_model_that_reads_its_results_keeps_its_own_code(do):
     assert "aten" in notice
 
 
+def test_families_that_read_their_results_are_found_out():
+    """A loop over those experts that were chosen, and frequencies that follow the longest sequence."""
+    loop = tiny_model("mixtral")
+    loop.set_experts_implementation("eager")
+    switching = tiny_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4})
+    for model, reads in ((loop, "nonzero"), (switching, "is_nonzero")):
+        recorded = Recorded(model)
+        assert recorded.segments.prepare(2) is None
+        assert recorded.segments.why_never == f"aten.{reads}.default reads a result on the host"
+    settle(switching, 4096)
+    assert Recorded(switching).segments.prepare(2) is not None
+
+
 def test_indices_that_are_numbers_are_recorded():
     model = tiny_model("llama")
     order = torch.tensor([1, 0])
     own = model.model.norm.forward
-    model.model.norm.forward = lambda x: own(x)[..., torch.arange(x.shape[-1])].flip(0)[order[: len(x)] - 1]
+    model.model.norm.forward = lambda x: own(x)[order][:, :, torch.nn.functional.one_hot(order, 64).argmax(0)]
     recorded = Recorded(model)
     assert recorded.segments.prepare(2) is not None
 
@@ -450,7 +465,7 @@ class Driver:
         self.pools += 1
         return self.pools
 
-    @graphs.contextmanager
+    @contextmanager
     def on(self, stream):
         self.done.append("enter")
         yield
