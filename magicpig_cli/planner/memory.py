@@ -18,9 +18,9 @@ from magicpig_cli.units import format_bytes
 # Resident memory of Python, torch for CPUs, transformers, kernels and a tokenizer, libraries included: 409 MiB after
 # loading the demo model, whose weights are then only mapped, and 37 more (threads, products' workspaces) in a prefill.
 PROGRAM_BYTES = 446 << 20
-# Of CUDA graphs (docs/decisions/018), none of it measured yet. Drivers before CUDA 12.4 take 64 KiB for each launch in
-# a graph, and a block of transformers' has about 32 of them; later ones take less.
-SEGMENT_BYTES = 32 * (64 << 10)
+# Of CUDA graphs (docs/decisions/018), none of it measured on a GPU yet. Drivers before CUDA 12.4 take 64 KiB for each
+# launch in a graph, later ones less; a segment has 33 of them in Llama, and 63 in Gemma 3, which has the most.
+SEGMENT_BYTES = 64 * (64 << 10)
 # Per lane: scratch of products (32 MiB on Hopper, less elsewhere), and torch's rounding up of one large and one small
 # piece of memory (20 and 2 MiB).
 LANE_BYTES = (32 + 20 + 2) << 20

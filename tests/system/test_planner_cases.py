@@ -110,7 +110,7 @@ def test_what_a_gpu_holds_of_llama():
             "hashing": 4096 * 1500 * 13,
             "random directions": 30 * 128 * 1500 * 4,
             "windows": batch * 32 * 8 * 132 * 512,
-            "graphs": graphs * (33 * 2 * MIB + step) + lanes * 54 * MIB,
+            "graphs": graphs * (33 * 4 * MIB + step) + lanes * 54 * MIB,
         }
     assert total(device(chosen, chosen.batch_size)) <= chosen.gpu.free_bytes
 
@@ -156,7 +156,7 @@ def test_graphs_are_left_out_where_that_is_asked_for_or_the_gpu_has_no_room():
     chosen = [plan(few, llama, settings(8192), PAPER) for few in tight[:3]]
     assert [(few.graphs, few.chunk, few.max_batch) for few in chosen] == [
         (True, 128, 1),
-        (False, 128, 7),
+        (False, 128, 11),  # what graphs would take has room for ten more sequences of 17.5 MiB
         (False, 128, 1),
     ]
     assert "no CUDA graphs: the GPU has no room for them, every operator is launched by itself" in chosen[1].reasons
