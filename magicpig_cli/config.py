@@ -35,6 +35,7 @@ MAX_SEED = 2**64 - 1  # of tokens and of hash tables
 REPETITION_PENALTY_RANGE = (0.01, 100.0)  # beyond it a penalty only decides, or leaves the range of a float
 DEFAULT_TEMPERATURE = 0.7
 DEFAULT_MAX_TOKENS = 512
+RECORDED_BATCHES = 4  # batch sizes whose decode steps are kept as CUDA graphs, per lane (docs/decisions/018)
 MAX_DELAY_S = 1.0  # for which running answers wait while prompts are read; one chunk is always read
 
 
@@ -48,6 +49,7 @@ class ModelOptions:
     dtype: str = "auto"  # auto | float32 | bfloat16
     quantize: str = "none"  # none | int8 (linear layers and embedding, on a CPU)
     load_format: str = "auto"  # auto | dummy (random weights from the config)
+    no_cuda_graphs: bool = False  # every operator of a decode step is launched by itself
     offline: bool = False
     trust_remote_code: bool = False
     chat_template: str | None = None  # text of a template that replaces the tokenizer's

@@ -3,9 +3,10 @@
     python -m magicpig_cli.bench.gpu_check [--dry-run]        # or scripts/gpu_check.sh, which also installs
 
 First the same models on CPU and GPU: do they say the same? Then the shape of Llama-3.1-8B with random weights at 96k:
-milliseconds of a decode step with keys and values on the GPU, in host memory read exactly, and sampled. Keys have the
-geometry of a language model's (`synthetic.py`), tiled to the context; queries are those of random weights, which point
-anywhere, so that fewer keys are sampled than on real text: every row says how many.
+milliseconds of a decode step with keys and values on the GPU, in host memory read exactly, and sampled; of one sequence
+also without CUDA graphs, and what launching a step takes with and without. Keys have the geometry of a language
+model's (`synthetic.py`), tiled to the context; queries are those of random weights, which point anywhere, so that
+fewer keys are sampled than on real text: every row says how many.
 
 Progress goes to stderr, the document is the last line of stdout. What fails or finds no time is named in it, and what
 was measured before stands. With --dry-run everything runs on the CPU at toy size: the program is tested, nothing else.
@@ -30,6 +31,7 @@ import torch
 
 from magicpig_cli import hardware
 from magicpig_cli.bench.gpu_parity import Tokens, compare_devices
+from magicpig_cli.bench.launch import launch_ms
 from magicpig_cli.bench.on_device import DeviceRunner
 from magicpig_cli.bench.overlap import measure_overlap
 from magicpig_cli.bench.report import meta
@@ -49,7 +51,7 @@ from magicpig_cli.units import parse_bytes
 
 SAMPLERS = ("lsh", "rabitq")
 _KEPT_FREE = 4 << 30  # bytes of host memory that copies of the sequence leave alone
-_RESERVE_S = 150  # what is measured after copies of the sequence are made takes so long
+_RESERVE_S = 160  # what is measured after copies of the sequence are made takes so long
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,8 @@ class Check:
         self.memory, self.output = memory, output
         self.document: dict[str, Any] = {
             "meta": {}, "parity": {"tokens_equal": None, "max_logit_diff": None}, "rows": [], "overlap_percent": None,
-            "prefill_tok_s": None, "prefill": {}, "overlap": {}, "faster_than_offloaded": {}, "seconds": {},
-            "skipped": {}, "problems": [],
+            "without_graphs": [], "launch_ms": {}, "prefill_tok_s": None, "prefill": {}, "overlap": {},
+            "faster_than_offloaded": {}, "seconds": {}, "skipped": {}, "problems": [], "notices": [],
         }  # fmt: skip
 
     def run(self) -> None:
@@ -136,6 +138,9 @@ class Check:
             return
         with self._part("prefill"):
             self._prefill()
+        with self._part("launch"):
+            for batch in self.sizes.batches:
+                self.document["launch_ms"][str(batch)] = launch_ms(self.engine.runner, batch)
         self.tiles = list(self._tiles())
         with self._part("exact-on-gpu"):
             self._exact_on_gpu()
@@ -293,12 +298,22 @@ class Check:
         return free > need and self.clock.left > _RESERVE_S + 1.5 * filling_s
 
     def _row(self, name: str, runner: ModelRunner, sequences: list[Sequence], mode: str, own: int) -> None:
+        """A row of the document, and of the smallest batch also one without CUDA graphs."""
+        self._time("rows", name, runner, sequences, mode, own)
+        if len(sequences) == self.sizes.batches[0]:
+            with runner.segments.paused():
+                self._time("without_graphs", name, runner, sequences, mode, own)
+
+    def _time(
+        self, into: str, name: str, runner: ModelRunner, sequences: list[Sequence], mode: str, own: int
+    ) -> None:  # fmt: skip
         """Time steps of a batch and add them to the document; sequences are as before afterwards."""
-        batch = len(sequences)
+        batch, title = len(sequences), f"{name}, batch {len(sequences)}" + ", eager" * (into != "rows")
         if self.clock.left < 0:
-            self._skip(f"{name}, batch {batch}", "no time was left")
+            self._skip(title, "no time was left")
             return
         self._forget_peak()
+        replayed = runner.segments.replayed
         found = list(self._steps(runner, sequences, mode))[1:]  # the first warms up
         samples = [ms for ms, _ in found]
         steps = [stats for _, stats in found]
@@ -308,10 +323,12 @@ class Check:
             "mode": name, "context": self.sizes.context, "batch": batch, "tpot_ms": statistics.median(samples),
             "stages_ms": stages, "vram_bytes": self._peak_bytes(), "rss_bytes": psutil.Process().memory_info().rss,
             "sampled_ratio": statistics.mean(ratios) if ratios else None, "own_memory": own, "samples_ms": samples,
+            "graphs": runner.segments.replayed > replayed,
         }  # fmt: skip
-        self.document["rows"].append(row)
+        self.document[into].append(row)
+        self.document["notices"] += runner.segments.new_notices()
         self._keep()
-        self.say(f"{name}, batch {batch}: {row['tpot_ms']:.1f} ms per step")
+        self.say(f"{title}: {row['tpot_ms']:.1f} ms per step")
 
     def _steps(self, runner: ModelRunner, sequences: list[Sequence], mode: str) -> Iterator[tuple[float, Any]]:
         """(milliseconds, stats) of steps, the first to be left out; tokens differ, so that no two queries are alike."""

@@ -40,7 +40,8 @@ def compare_devices(config: dict[str, Any], mode: str, device: torch.device, tok
     blocks.compute_by_kernels(here)
     cpu, ratio = _steps(_runner(here, mode, torch.device("cpu")), tokens, None)
     chosen = [int(step.argmax()) for step in cpu]
-    there, _ = _steps(_runner(made.to(device), mode, device), tokens, chosen)  # type: ignore[arg-type]
+    runner = _runner(made.to(device), mode, device)  # type: ignore[arg-type]
+    there, _ = _steps(runner, tokens, chosen)
     differences = [float((a - b).abs().max()) for a, b in zip(cpu, there, strict=True)]
     return {
         "tokens_equal": chosen == [int(step.argmax()) for step in there],
@@ -48,6 +49,7 @@ def compare_devices(config: dict[str, Any], mode: str, device: torch.device, tok
         "max_logit": max(float(step.abs().max()) for step in cpu),
         "tokens": len(cpu),
         "sampled_ratio": ratio,
+        "graphs": runner.segments.replayed > 0,
     }
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from magicpig_cli.bench.fill import Fill, build_index, duplicate, fill
+from magicpig_cli.bench.launch import launch_ms
 from magicpig_cli.bench.rows import Case, Row, rows
 from magicpig_cli.bench.samples import Samples
 from magicpig_cli.cache.sequence import Sequence, index_bytes
@@ -65,7 +66,7 @@ def run_bench(engine: Engine, request: BenchRequest) -> Iterator[Working | Bench
                     _provide(engine, mode, own, duplicates, filled)
                 samples = {mode: Samples() for mode in request.modes}
                 yield from _measure(engine, request, context, sequences, samples)
-            yield from rows(engine, Case(context, batch, filled), samples)
+            yield from rows(engine, Case(context, batch, filled, launch_ms(engine.runner, batch)), samples)
         del first, sequences, duplicates  # before the next context is filled
 
 

@@ -27,6 +27,7 @@ class Case:
     context: int  # tokens, the generated ones included
     batch: int
     filled: Fill
+    launch_ms: dict[str, float | None] | None = None  # `bench.launch`
 
 
 def rows(engine: Engine, case: Case, samples: Mapping[str, Samples]) -> Iterator[Row]:
@@ -59,6 +60,7 @@ def _row(engine: Engine, case: Case, mode: str, sample: Samples, exact: Samples 
         "ttft_s": case.filled.ttft_s(mode),
         "index_s": case.filled.index_s[mode] if sampling else None,
         "stages_ms": {stage: float(np.mean([step.stages_ms[stage] for step in sample.steps])) for stage in STAGES},
+        "launch_ms": case.launch_ms,
         "memory": sample.memory if sampling else _without_index(sample.memory),
         "attn_error": _errors(sample.errors),
         "attn_error_estimate": _estimate(sample.steps),
@@ -70,6 +72,7 @@ def _row(engine: Engine, case: Case, mode: str, sample: Samples, exact: Samples 
             *complaints(means, exact.means() if exact is not None and sampling else None),
             *sample.conditions().complaints(engine.threads),
             *_nothing_sampled(sample, sampling),
+            *engine.new_notices(),
         ],
         "samples_ms": [float(ms) for ms in wall_ms],
     }

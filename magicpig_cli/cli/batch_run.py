@@ -128,6 +128,9 @@ class BatchRun:
                 for progress in runner.run(self._engine, prepared.batch_size, self.options.max_delay_s):
                     self._tell(progress.event)
                     view.show(progress.event, _work(progress, untimed, time.monotonic() - began))
+        if self._engine is not None and not self.options.quiet:
+            for notice in self._engine.new_notices():
+                console.say(notice)
         if self.paths is not None and self.options.ordered and self.options.resume and self._is_finished:
             restore_order(self.paths, prepared.checked)
 

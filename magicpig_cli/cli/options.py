@@ -162,6 +162,8 @@ SHARED_OPTIONS = (
         help="Number type of the weights; auto is bfloat16, but on a CPU only if the model's own is."),
     SharedOption("model", "model.quantize", str, ("--quantize",), metavar="none|int8", parse=_choice("none", "int8"),
         help="Store linear layers in 8 bits: less memory and faster answers on a CPU, a little less accurate."),
+    SharedOption("model", "model.no_cuda_graphs", bool, ("--no-cuda-graphs",),
+        help="Launch every operator of a step by itself: slower, and less GPU memory."),
     SharedOption("model", "context", str, ("-c", "--context", "--ctx-size"), parse=parse_context, metavar="TOKENS|auto",
         help="Longest sequence, like 96k; auto is the model's own context, or what fits in memory."),
     SharedOption("model", "allow_extrapolation", bool, ("--allow-extrapolation",),

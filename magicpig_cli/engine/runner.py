@@ -28,6 +28,8 @@ from magicpig_cli.events import STAGES, StepStats, mean_budget
 from magicpig_cli.kernels import window_type
 from magicpig_cli.kernels.memory import give_back_freed
 from magicpig_cli.model import hook
+from magicpig_cli.model.graphs import executor_of
+from magicpig_cli.model.segments import Segments
 from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.planner import Plan
 
@@ -63,6 +65,7 @@ class ModelRunner:
         self.key_rotation: torch.Tensor | None = None  # [D, D]; rows hold keys multiplied by it
         if plan.row_dtype == "int8":
             self.key_rotation = self._staging.to_device(torch.from_numpy(rotation(shape.head_dim)))
+        self.segments = Segments(model, executor_of(device) if plan.graphs else None)
         self._hash_seed = hash_seed
         self._attentions: dict[str | None, Attention] = {}  # by sampler, those that were asked for
         self._sequences: weakref.WeakSet[Sequence] = weakref.WeakSet()
@@ -207,7 +210,7 @@ class ModelRunner:
         positions = torch.tensor([[sequence.length] for sequence in sequences], device=self._device)
         try:
             with torch.inference_mode():
-                logits = hook.run(self.model, ids, positions, forward).float()
+                logits = self.segments.run(ids, positions, forward).float()
         except BaseException:
             for sequence in sequences:
                 sequence.rollback()

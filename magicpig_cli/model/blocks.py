@@ -13,7 +13,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from magicpig_cli.cache.store import as_array
 from magicpig_cli.kernels import Activation, Norm
 from magicpig_cli.model import hook
 from magicpig_cli.model.stored import Part, StoredLinear, weights_of
+from magicpig_cli.model.trial import Attended, Trial, close
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosine and sine, float32 [B or 1, 1, R]
 
@@ -35,44 +36,12 @@ _SAME = 1e-4  # of the largest value: what differs less is rounding; measured 1e
 
 
 @dataclass(frozen=True, slots=True)
-class _Attended:
-    """What a block gives to attention."""
-
-    layer: int
-    window: int | None
-    rule: LogitRule
-    q: torch.Tensor  # [B, H, 1, D]
-    k: torch.Tensor  # [B, Hkv, 1, D]
-    v: torch.Tensor
-
-    def result(self) -> torch.Tensor:
-        """[B, 1, H, D]: something that depends on all of it."""
-        group = self.q.shape[1] // self.k.shape[1]
-        return (self.q + (self.k - self.v).repeat_interleave(group, dim=1)).transpose(1, 2)
-
-
-@dataclass(slots=True)
-class _Trial:
-    """Stands for attention in a forward, and notes what it was given."""
-
-    prefill: bool = False
-    seen: list[_Attended] = field(default_factory=list)
-
-    def attend(
-        self, layer: int, window: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        rule: LogitRule,
-    ) -> torch.Tensor:  # fmt: skip
-        self.seen.append(_Attended(layer, window, rule, query, key, value))
-        return self.seen[-1].result()
-
-
-@dataclass(frozen=True, slots=True)
 class _Call:
     """One call of a block's own forward in a trial."""
 
     x: torch.Tensor  # [B, 1, E]
     rotary: Rotary
-    attended: _Attended
+    attended: Attended
     out: torch.Tensor
 
 
@@ -152,7 +121,7 @@ def _forward(own: Callable[..., Any], step: _Step, x: torch.Tensor, *args: Any, 
 def _own_calls(model: PreTrainedModel, layers: list[nn.Module]) -> dict[nn.Module, _Call]:
     """What these blocks compute by their own forward in one decode step of the model; without those that fail."""
     calls: dict[nn.Module, _Call] = {}
-    trial = _Trial()
+    trial = Trial()
 
     def note(layer: nn.Module, own: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         before = len(trial.seen)
@@ -190,11 +159,8 @@ def _same(step: _Step, call: _Call) -> bool:
     except (TypeError, ValueError):  # sizes that the kernels do not know
         return False
     wanted = call.attended.q, call.attended.k, call.attended.v
-    return all(_close(a, b) for a, b in zip(given, wanted, strict=True)) and _close(out - call.x, call.out - call.x)
-
-
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and bool((a - b).abs().max() <= _SAME * b.abs().max())
+    pairs = [*zip(given, wanted, strict=True), (out - call.x, call.out - call.x)]
+    return all(close(a, b, _SAME) for a, b in pairs)
 
 
 # What a block is made of

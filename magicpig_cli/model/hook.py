@@ -33,6 +33,7 @@ class Forward:
     sampled: list[list[bool]] | None = None  # per layer, per sequence
     taken: Callable[[int, LayerCache], None] | None = None  # told of each layer that has taken in the rows of a chunk
     record: StepRecorder = field(default_factory=StepRecorder)
+    lane: int = 0
 
     @property
     def prefill(self) -> bool:

@@ -104,6 +104,7 @@ def _draft(
         if on_gpu
         else 0,
         device_reserve=profile.device_reserve if on_gpu else 0,
+        graphs=on_gpu and not model.no_cuda_graphs,
         speeds=hardware.speeds,
         profile=profile.name,
     )
@@ -274,17 +275,19 @@ def _host_budget(hardware: Hardware, draft: Plan) -> int:
 
 
 def _within_device(draft: Plan) -> Plan:
-    """Chunks and batches that the GPU has room for. Raises MemoryBudgetError."""
+    """Chunks and batches that the GPU has room for, and graphs if it has any for them. Raises MemoryBudgetError."""
     gpu = draft.gpu
     if gpu is None:
         return draft
-    while memory.total(memory.device(draft, 1)) > gpu.free_bytes and draft.chunk > SHORTEST_CHUNK:
-        draft = replace(draft, chunk=max(SHORTEST_CHUNK, draft.chunk // 2))
-    one, two = (memory.total(memory.device(draft, batch)) for batch in (1, 2))
-    left = gpu.free_bytes - one
-    if left < 0:
+    while memory.total(memory.device(draft, 1)) > gpu.free_bytes and (draft.chunk > SHORTEST_CHUNK or draft.graphs):
+        if draft.chunk > SHORTEST_CHUNK:
+            draft = replace(draft, chunk=max(SHORTEST_CHUNK, draft.chunk // 2))
+        else:
+            draft = replace(draft, graphs=False)
+    if memory.total(memory.device(draft, 1)) > gpu.free_bytes:
         raise MemoryBudgetError(
             f"{gpu.name} has no room: {memory.written_out(memory.device(draft, 1))}, but "
             f"{format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} are free"
         )
-    return replace(draft, max_batch=min(draft.max_batch, 1 + left // (two - one)))
+    fit = (b for b in range(draft.max_batch, 1, -1) if memory.total(memory.device(draft, b)) <= gpu.free_bytes)
+    return replace(draft, max_batch=next(fit, 1))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from magicpig_cli.config import BLOCK_KEYS, FLASH_KEYS
+from magicpig_cli.config import BLOCK_KEYS, FLASH_KEYS, RECORDED_BATCHES
 from magicpig_cli.kernels import row_bytes, window_type
 from magicpig_cli.planner.plan import Plan
 from magicpig_cli.units import format_bytes
@@ -18,6 +18,12 @@ from magicpig_cli.units import format_bytes
 # Resident memory of Python, torch for CPUs, transformers, kernels and a tokenizer, libraries included: 409 MiB after
 # loading the demo model, whose weights are then only mapped, and 37 more (threads, products' workspaces) in a prefill.
 PROGRAM_BYTES = 446 << 20
+# Of CUDA graphs (docs/decisions/018), none of it measured on a GPU yet. Drivers before CUDA 12.4 take 64 KiB for each
+# launch in a graph, later ones less; a segment has 33 of them in Llama, and 63 in Gemma 3, which has the most.
+SEGMENT_BYTES = 64 * (64 << 10)
+# Per lane: scratch of products (32 MiB on Hopper, less elsewhere), and torch's rounding up of one large and one small
+# piece of memory (20 and 2 MiB).
+LANE_BYTES = (32 + 20 + 2) << 20
 CAST_BYTES = 16 << 20  # buffer in which stored weights become float32 while a prompt is read (model/linear.py)
 
 
@@ -105,6 +111,7 @@ def device(plan: Plan, batch: int) -> tuple[Part, ...]:
         _hashing(plan),
         _directions(plan, copies=1),
         _windows(plan, batch, plan.device_window_bytes()),
+        _graphs(plan, batch),
     )
     return _some(parts)
 
@@ -186,3 +193,21 @@ def _directions(plan: Plan, copies: int) -> Part:
 def _hashing(plan: Plan) -> Part:
     size, formula = plan.index.device_hashing()
     return Part("hashing", size if plan.sampled_layers else 0, formula)
+
+
+def _graphs(plan: Plan, batch: int) -> Part:
+    """Decode steps as CUDA graphs: those of the batch sizes that are kept, each with what its attention is given and
+    gives back and its logits; the second lane has halves of a batch (`hook.Forward.lane`)."""
+    if not plan.graphs:
+        return Part("graphs", 0, "none")
+    shape, value = plan.shape, 4 if plan.weight_type == "float32" else 2
+    lanes = [size for size in (batch, batch // 2) if size]
+    kept = sum(min(size, RECORDED_BATCHES) for size in lanes)
+    layer = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * value
+    step = batch * (shape.layers * layer + shape.vocab * value)
+    size = kept * ((shape.layers + 1) * SEGMENT_BYTES + step) + len(lanes) * LANE_BYTES
+    formula = (
+        f"{kept} × ({shape.layers + 1} segments × {format_bytes(SEGMENT_BYTES)} + {batch} × {step // batch:,} B) + "
+        f"{len(lanes)} × {format_bytes(LANE_BYTES)}"
+    )
+    return Part("graphs", size, formula)

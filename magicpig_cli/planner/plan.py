@@ -61,6 +61,7 @@ class Plan:
     gpu: Gpu | None = None  # that holds weights and windows
     device_weights_bytes: int = 0  # of its memory
     device_reserve: int = 0  # bytes of it left to CUDA itself
+    graphs: bool = False  # decode steps are CUDA graphs, which take memory of it too
     speeds: Speeds | None = None  # of this machine; None = times cannot be predicted
     profile: str = "built-in"
     reasons: tuple[str, ...] = ()

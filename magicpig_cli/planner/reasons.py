@@ -54,7 +54,7 @@ def of(
         _host_memory(plan),
     ]
     if plan.gpu is not None:
-        lines.append(_device_memory(plan))
+        lines += [_graphs(plan, settings), _device_memory(plan)]
     lines.append(_time(plan))
     return tuple(lines)
 
@@ -202,6 +202,13 @@ def _host_memory(plan: Plan) -> str:
         f"memory: {memory.written_out(parts)} per sequence of {plan.context:,} tokens, "
         f"{format_bytes(plan.budget_bytes)} for sequences, up to {plan.batch_size} together"
     )
+
+
+def _graphs(plan: Plan, settings: Settings) -> str:
+    if plan.graphs:
+        return "CUDA graphs: decode steps, between calls of attention"
+    why = "as asked" if settings.model.no_cuda_graphs else "the GPU has no room for them"
+    return f"no CUDA graphs: {why}, every operator is launched by itself"
 
 
 def _device_memory(plan: Plan) -> str:

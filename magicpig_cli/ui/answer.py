@@ -77,13 +77,14 @@ def stream_answer(
                 finished = event
                 if text is not None and not finished.dropped:
                     text.finish(event.tail)
+    show_notices(engine, quiet=quiet)
     assert finished is not None, "a request ends with Finished or Failed"
     return finished
 
 
 def show_notices(engine: Engine, *, quiet: bool) -> None:
-    """What the codec had to do differently, each said once."""
-    for notice in engine.codec.new_notices():
+    """What the engine had to do differently, each said once."""
+    for notice in engine.new_notices():
         if not quiet:
             console.say(notice)
 

@@ -17,6 +17,7 @@ import magicpig_cli
 from magicpig_cli.cli import app
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.events import Finished, Requeued, WaitingForMemory
+from magicpig_cli.model.segments import Segments
 from tests.batch.desk import MANY, as_bytes, wait_for_records
 
 GOOD = {"id": "a", "prompt": "Why?"}
@@ -375,3 +376,13 @@ def test_what_memory_does_is_said_once(batch, monkeypatch):
     assert delays == [0.25]
     assert done.err.count("warning: memory ran out: going on with 3 sequences together") == 1
     assert done.err.count("waiting for memory: the next line needs 3.0 GiB, and other programs leave 1.0 GiB") == 1
+
+
+@pytest.mark.parametrize(("options", "times"), [((), 1), (("-q",), 0)])
+def test_steps_without_cuda_graphs_are_said_once(batch, monkeypatch, options, times):
+    write("in.jsonl", GOOD)
+    notice = "decode steps of 1 run without CUDA graphs, which is slower: CUDA out of memory."
+    monkeypatch.setattr(Segments, "new_notices", lambda _: [notice])
+    done = batch("in.jsonl", *options)
+    assert done.code == 0
+    assert done.err.count(notice) == times

@@ -23,6 +23,7 @@ from tests.tolerances import close_logits
 
 ROOT = Path(__file__).parents[2]
 MODES = ("exact-on-gpu", "exact-offloaded", "lsh")
+EAGER = ("exact-on-gpu", "lsh", "exact-offloaded", "rabitq")  # in the order in which they are measured
 
 
 def script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -49,6 +50,9 @@ def test_a_dry_run_goes_to_the_end(tmp_path):
         assert set(row["stages_ms"]) == {"dense", "hash", "retrieve", "attend", "merge", "window", "other"}
         assert (row["sampled_ratio"] is None) == mode.startswith("exact")
         assert row["vram_bytes"] == 0
+        assert not row["graphs"]
+    assert [(row["mode"], row["batch"]) for row in document["without_graphs"]] == [(mode, 1) for mode in EAGER]
+    assert document["launch_ms"] == {"1": None, "2": None}
     assert document["prefill_tok_s"] > 0
     assert document["prefill"]["at_context_tok_s"] > 0
     assert document["overlap_percent"] is None  # nothing ran on a GPU

@@ -79,6 +79,7 @@ def test_rows_have_every_key_and_they_agree(bench):
         assert row["cv"] == pytest.approx(means.std(ddof=1) / means.mean())
         assert list(row["stages_ms"]) == list(STAGES)
         assert sum(row["stages_ms"].values()) == pytest.approx(wall.mean(), rel=0.01)
+        assert row["launch_ms"] is None  # nothing is launched on a CPU
         assert (row["fill"], row["prefilled_tokens"]) == ("real", context - 4)
         assert row["prefill_tok_s"] * row["ttft_s"] >= 0.999 * row["prefilled_tokens"]
         assert set(row["memory"]) == {"kv_bytes", "index_bytes", "rss_bytes", "vram_bytes"}

@@ -58,6 +58,7 @@ EXAMPLES: dict[str, tuple[str | None, Any]] = {
     "device": ("cuda:1", "cuda:1"),
     "dtype": ("bfloat16", "bfloat16"),
     "quantize": ("int8", "int8"),
+    "no_cuda_graphs": (None, True),
     "context": ("96k", 98_304),
     "allow_extrapolation": (None, True),
     "chat_template": (__file__, Path(__file__).read_text(encoding="utf-8")),

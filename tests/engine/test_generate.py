@@ -10,6 +10,10 @@ from magicpig_cli.config import GenerationOptions
 from magicpig_cli.engine.engine import Engine, Request
 from magicpig_cli.errors import ContextError
 from magicpig_cli.events import Failed, Finished, PrefillProgress, StepStats, TokenEvent
+from magicpig_cli.model import blocks, linear
+from magicpig_cli.model.segments import Segments
+from magicpig_cli.ui.answer import Interrupts, stream_answer
+from tests.model.fake_graphs import FakeGraphs
 
 GREEDY = GenerationOptions(max_tokens=12, temperature=0.0)
 
@@ -246,3 +250,21 @@ def test_generated_tokens_enter_the_index(tiny_engine):
     assert layer.index.length == layer.store.length
     assert sequence.index_bytes > 0
     assert sequence.layers[0].index is None  # layer 0 is dense
+
+
+def test_answers_by_graphs_are_the_same_and_what_has_none_is_said_after_the_answer(tiny_engine, capsys, monkeypatch):
+    monkeypatch.setattr(linear, "hold", lambda *_: None)  # as on a GPU: layers of torch
+    monkeypatch.setattr(blocks, "compute_by_kernels", lambda _: 0)
+    engine = tiny_engine()
+    requests = [("a", prompt(90)), ("b", prompt(70, 1)), ("c", prompt(80, 2))]
+    wanted = answers(engine, [ask(engine, *request) for request in requests], batch_size=2)
+    engine.runner.segments = Segments(engine.runner.model, FakeGraphs)
+    found = answers(engine, [ask(engine, *request) for request in requests], batch_size=2)
+    assert {key: done.token_ids for key, done in found.items()} == {key: d.token_ids for key, d in wanted.items()}
+    assert engine.runner.segments.replayed > 12
+    assert engine.new_notices() == []
+    engine.runner.segments = Segments(engine.runner.model, lambda: FakeGraphs(fail_at=2))
+    again = stream_answer(engine, ask(engine, *requests[0]), Interrupts(), show_text=False, quiet=False, live=False)
+    assert again.token_ids == wanted["a"].token_ids
+    assert "decode steps of 1 run without CUDA graphs, which is slower: CUDA out of memory" in capsys.readouterr().err
+    assert engine.new_notices() == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -97,8 +98,11 @@ def test_rows_added_up_by_hand(model, context, gpu, memory_gib, tables, sequence
 def test_what_a_gpu_holds_of_llama():
     chosen = plan(machine(64, "RTX 4090"), SHAPES["Llama-3.1-8B"], settings(98_304), PAPER)
     per_token = (2 * 4096 + 2 * (32 + 16) * 128 + 3 * 14_336) * 2 + 3 * 4096 * 4
-    for batch in (1, 2):
+    # One graph of a batch of one, or two of it (of 1 and 2) and one of its halves; each has q, k, v, the result of
+    # attention and logits of its batch size, and there is memory that a lane has once.
+    for batch, graphs, lanes in ((1, 1, 1), (2, 3, 2)):
         parts = {part.name: part.bytes for part in device(chosen, batch)}
+        step = batch * (32 * (2 * 32 + 2 * 8) * 128 + 128_256) * 2
         assert parts == {
             "weights": LLAMA_WEIGHTS,
             "reserve": 1536 * MIB,
@@ -106,6 +110,7 @@ def test_what_a_gpu_holds_of_llama():
             "hashing": 4096 * 1500 * 13,
             "random directions": 30 * 128 * 1500 * 4,
             "windows": batch * 32 * 8 * 132 * 512,
+            "graphs": graphs * (33 * 4 * MIB + step) + lanes * 54 * MIB,
         }
     assert total(device(chosen, chosen.batch_size)) <= chosen.gpu.free_bytes
 
@@ -134,6 +139,37 @@ def test_a_gpu_with_little_room_reads_prompts_in_shorter_chunks_and_decodes_fewe
     assert any(line.startswith("batch 3: what fits on the GPU") for line in chosen.reasons)
     own_limit = plan(machine(512, "A100-SXM4-80GB"), llama, settings(8192), BUILT_IN)
     assert any(line.startswith("batch 32: no more are decoded together on a GPU") for line in own_limit.reasons)
+
+
+def test_graphs_are_left_out_where_that_is_asked_for_or_the_gpu_has_no_room():
+    llama = SHAPES["Llama-3.1-8B"]
+    roomy = plan(machine(512, "RTX 4090"), llama, settings(8192), PAPER)
+    without = plan(machine(512, "RTX 4090"), llama, settings(8192, no_cuda_graphs=True), PAPER)
+    assert (roomy.graphs, without.graphs) == (True, False)
+    parts = [{part.name: part.bytes for part in device(chosen, 1)} for chosen in (roomy, without)]
+    graphs = parts[0].pop("graphs")
+    assert parts[0] == parts[1]
+    assert "no CUDA graphs: as asked, every operator is launched by itself" in without.reasons
+    shortest = total(device(replace(roomy, chunk=128), 1))
+    tight = [replace(machine(512, None), gpus=(replace(card("RTX 4090"), free_bytes=n),)) for n in
+             (shortest, shortest - 1, shortest - graphs, shortest - graphs - 1)]  # fmt: skip
+    chosen = [plan(few, llama, settings(8192), PAPER) for few in tight[:3]]
+    assert [(few.graphs, few.chunk, few.max_batch) for few in chosen] == [
+        (True, 128, 1),
+        (False, 128, 11),  # what graphs would take has room for ten more sequences of 17.5 MiB
+        (False, 128, 1),
+    ]
+    assert "no CUDA graphs: the GPU has no room for them, every operator is launched by itself" in chosen[1].reasons
+    with pytest.raises(MemoryBudgetError, match="has no room"):
+        plan(tight[3], llama, settings(8192), PAPER)
+    assert not plan(machine(512, None), llama, settings(8192, device="cpu"), PAPER).graphs
+
+
+def test_a_gpu_keeps_graphs_of_few_batch_sizes_however_many_sequences_there_are():
+    chosen = plan(machine(512, "A100-SXM4-80GB"), SHAPES["Llama-3.1-8B"], settings(8192), PAPER)
+    sizes = [next(p.bytes for p in device(chosen, batch) if p.name == "graphs") for batch in (8, 9, 16)]
+    step = (32 * (2 * 32 + 2 * 8) * 128 + 128_256) * 2
+    assert [b - a for a, b in pairwise(sizes)] == [8 * step, 8 * 7 * step]
 
 
 def test_smaller_tables_are_taken_where_the_recommended_ones_do_not_fit():
