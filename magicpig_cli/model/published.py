@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from magicpig_cli.errors import UsageError
 from magicpig_cli.model import sizes, weights
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ class Published:
     bytes: int  # of all tensors
     wide_bytes: int  # of them, values of 16 bits; they become float32 on a CPU
     counted: bool = False  # by the headers of the files; else estimated from the config
+
+    @property
+    def host_bytes(self) -> int:
+        """What they take on a CPU."""
+        return self.bytes + self.wide_bytes
 
 
 def method_of(config: PretrainedConfig) -> str | None:
@@ -69,6 +75,31 @@ def counted(expected: Published, folder: Path) -> Published:
     return replace(
         expected, bytes=sum(found.values()), wide_bytes=found.get("BF16", 0) + found.get("F16", 0), counted=True
     )
+
+
+def stored_bytes(folder: Path) -> int:
+    """Bytes of all tensors in the weight files of a folder that `weights.check` has passed."""
+    return sum(weights.count_bytes(folder).values())
+
+
+def refuse_twice(method: str | None, quantize: str) -> None:
+    """Raise UsageError for `--quantize` with weights that are quantized already."""
+    if method is not None and quantize != "none":
+        raise UsageError(
+            f"--quantize {quantize} with weights that were published quantized ({method})",
+            hint="leave out --quantize, or use the original model",
+        )
+
+
+def refuse_dtype(method: str, asked: str, *, on_gpu: bool) -> None:
+    """Raise UsageError for a `--dtype` that what is not quantized cannot have."""
+    only = "bfloat16" if on_gpu else "float32"
+    if asked not in ("auto", only):
+        raise UsageError(
+            f"--dtype {asked} with quantized weights ({method}): what is not quantized is {only} on a "
+            f"{'GPU' if on_gpu else 'CPU'}",
+            hint="leave out --dtype",
+        )
 
 
 def bits_of(quantization: Mapping[str, Any]) -> float:
