@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +82,21 @@ class ModelShape:
     def step_params(self, batch: int) -> int:
         """Weights that one decode step of `batch` sequences multiplies by, those of experts included."""
         return self.params - self.lookup_params - self.expert_params + self.step_experts(batch)
+
+    def scaled(self, share: float) -> ModelShape:
+        """A model like this one with so many of its weights."""
+
+        def part(count: int) -> int:
+            return round(share * count)
+
+        published = self.published
+        if published is not None:
+            published = replace(published, bytes=part(published.bytes), wide_bytes=part(published.wide_bytes))
+        return replace(
+            self, params=part(self.params), expert_params=part(self.expert_params), published=published,
+            linear_params=part(self.linear_params), linear_rows=part(self.linear_rows),
+            int8_extra_bytes=part(self.int8_extra_bytes),
+        )  # fmt: skip
 
     @property
     def verified(self) -> bool:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from magicpig_cli.planner.forms import WEIGHT_BYTES
 from magicpig_cli.planner.plan import Plan
-from magicpig_cli.planner.times import LAYER_OPERATORS, WEIGHT_BYTES
+from magicpig_cli.planner.times import LAYER_OPERATORS
 
 # Multiply-adds per second of attention to earlier keys, over those of the products: torch's flash kernel, softmax and
 # the cast of rows included.
@@ -40,9 +41,10 @@ class PromptTimes:
 
     @classmethod
     def of(cls, plan: Plan) -> PromptTimes | None:
-        """None where this machine was not measured, and on a GPU, whose products are not measured."""
+        """None where this machine was not measured, and for products that were not: a GPU's, and quantizers'."""
         speeds, shape = plan.speeds, plan.shape
-        if speeds is None or plan.gpu is not None or not speeds.prompt_multiply_adds_s:
+        measured = speeds is not None and plan.weight_type in speeds.product_bytes_s and speeds.prompt_multiply_adds_s
+        if speeds is None or plan.gpu is not None or not measured:
             return None
         share = min(1.0, plan.threads / speeds.threads)
         multiply, sequential = speeds.prompt_multiply_adds_s * share, speeds.sequential_bytes_s * share

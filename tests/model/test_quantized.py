@@ -12,18 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import PreTrainedModel
 
-from magicpig_cli import hardware
 from magicpig_cli.config import AttentionOptions, ModelOptions, Settings
 from magicpig_cli.engine.engine import Engine
-from magicpig_cli.errors import MemoryBudgetError, ModelError, UsageError
-from magicpig_cli.model import fingerprint, linear, loader, published, quantized, reading, weights
-from magicpig_cli.model.published import Published
-from magicpig_cli.model.shape import shape_from_config
-from magicpig_cli.model.stored import StoredEmbedding, StoredLinear
-from tests.tiny import tiny_config, tiny_model
+from magicpig_cli.model import loader, quantized
+from tests.tiny import tiny_model
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
