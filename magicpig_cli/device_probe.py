@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
+from magicpig_cli.hardware import Speeds
 from magicpig_cli.speed_probe import WIDTH, medians, seconds
 
 COPY_BYTES = 64 << 20
 DEVICE_WEIGHTS = 16  # of WIDTH × WIDTH bfloat16, 512 MiB together: several times the cache of any GPU
 
 
-def measure(gpu: int) -> dict[str, float | None]:
-    """Fields of `hardware.Speeds` that a device adds; gpu: torch's number of it."""
+def added(speeds: Speeds, gpu: int) -> Speeds:
+    """With what a device adds; gpu: torch's number of it."""
     device = torch.device("cuda", gpu)
     there, back = copy_speeds(device)
-    return {
-        "host_to_device_bytes_s": there, "device_to_host_bytes_s": back,
-        "device_product_bytes_s": product_speed(device),
-    }  # fmt: skip
+    return replace(
+        speeds, host_to_device_bytes_s=there, device_to_host_bytes_s=back, device_product_bytes_s=product_speed(device)
+    )
 
 
 def copy_speeds(device: torch.device) -> tuple[float | None, float | None]:

@@ -14,7 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def measure(machine: Hardware, threads: int, gpu: Gpu | None = None) -> Speeds:
     from magicpig_cli import device_probe, speed_probe
 
     found = speed_probe.measure(threads, machine.memory_free, cache_bytes())
-    return found if gpu is None else replace(found, **device_probe.measure(gpu.index))
+    return found if gpu is None else device_probe.added(found, gpu.index)
 
 
 @dataclass(frozen=True, slots=True)
