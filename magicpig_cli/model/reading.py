@@ -59,6 +59,8 @@ def model_from(
         _refuse_incomplete(name, info)
         if not placed:
             model.to(device)
+        if made is not None:
+            del model.config.quantization_config  # the config goes on to say what was published
     except torch.OutOfMemoryError as problem:
         raise _too_large(name, device, published.stored_bytes(folder)) from problem
     return model  # type: ignore[no-any-return]
