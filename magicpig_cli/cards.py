@@ -1,7 +1,8 @@
 """GPUs that one can plan for without having them: `magicpig models check --assume-gpu "RTX 4090"`.
 
-Memory as drivers report it for these cards (less than the number on the box where error correction takes a share), and
-the PCIe link that the card has. What a profile recommends for them is found by name and memory as for a real one.
+Memory as drivers report it for these cards (less than the number on the box where error correction takes a share), the
+PCIe link that the card has, and the bandwidth of its memory by NVIDIA's data sheet. What a profile recommends for them
+is found by name and memory as for a real one.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from magicpig_cli.profiles.choice import contains
 from magicpig_cli.units import format_bytes
 
 _MIB = 1 << 20
-# name → (MiB, PCIe generation, lanes)
+# name → (MiB, PCIe generation, lanes, GB/s of its memory)
 _CARDS = {
-    "NVIDIA GeForce RTX 3060": (12_288, 4, 16),
-    "NVIDIA GeForce RTX 3080": (10_240, 4, 16),
-    "NVIDIA GeForce RTX 3090": (24_576, 4, 16),
-    "NVIDIA GeForce RTX 4060 Ti": (16_380, 4, 8),
-    "NVIDIA GeForce RTX 4070": (12_282, 4, 16),
-    "NVIDIA GeForce RTX 4080": (16_376, 4, 16),
-    "NVIDIA GeForce RTX 4090": (24_564, 4, 16),
-    "NVIDIA GeForce RTX 5090": (32_607, 5, 16),
-    "NVIDIA RTX A6000": (49_140, 4, 16),
-    "NVIDIA A10": (23_028, 4, 16),
-    "NVIDIA L4": (23_034, 4, 16),
-    "NVIDIA L20": (46_068, 4, 16),
-    "NVIDIA L40S": (46_068, 4, 16),
-    "NVIDIA A100-PCIE-40GB": (40_960, 4, 16),
-    "NVIDIA A100-SXM4-80GB": (81_920, 4, 16),
-    "NVIDIA H100 80GB HBM3": (81_559, 5, 16),
-    "NVIDIA H200": (143_771, 5, 16),
+    "NVIDIA GeForce RTX 3060": (12_288, 4, 16, 360),
+    "NVIDIA GeForce RTX 3080": (10_240, 4, 16, 760),
+    "NVIDIA GeForce RTX 3090": (24_576, 4, 16, 936),
+    "NVIDIA GeForce RTX 4060 Ti": (16_380, 4, 8, 288),
+    "NVIDIA GeForce RTX 4070": (12_282, 4, 16, 504),
+    "NVIDIA GeForce RTX 4080": (16_376, 4, 16, 717),
+    "NVIDIA GeForce RTX 4090": (24_564, 4, 16, 1008),
+    "NVIDIA GeForce RTX 5090": (32_607, 5, 16, 1792),
+    "NVIDIA RTX A6000": (49_140, 4, 16, 768),
+    "NVIDIA A10": (23_028, 4, 16, 600),
+    "NVIDIA L4": (23_034, 4, 16, 300),
+    "NVIDIA L20": (46_068, 4, 16, 864),
+    "NVIDIA L40S": (46_068, 4, 16, 864),
+    "NVIDIA A100-PCIE-40GB": (40_960, 4, 16, 1555),
+    "NVIDIA A100-SXM4-80GB": (81_920, 4, 16, 2039),
+    "NVIDIA H100 80GB HBM3": (81_559, 5, 16, 3350),
+    "NVIDIA H200": (143_771, 5, 16, 4800),
 }
 
 
@@ -58,8 +59,14 @@ def card(text: str) -> Gpu:
             hint=f'--assume-gpu "{meant}"; known are {", ".join(name.removeprefix("NVIDIA ") for name in _CARDS)}',
         )
     name = min(found, key=len)
-    size, generation, lanes = _CARDS[name]
-    return Gpu(0, name, size * _MIB, size * _MIB, generation, lanes)
+    size, generation, lanes, bandwidth = _CARDS[name]
+    return Gpu(0, name, size * _MIB, size * _MIB, generation, lanes, bandwidth * 1e9)
+
+
+def described(machine: Hardware) -> Hardware:
+    """The same machine, with what data sheets say of the cards in it that are known by name."""
+    known = {name: facts[3] * 1e9 for name, facts in _CARDS.items()}
+    return replace(machine, gpus=tuple(replace(gpu, memory_bytes_s=known.get(gpu.name)) for gpu in machine.gpus))
 
 
 def assumed(machine: Hardware, gpu: str | None, memory: int | None) -> Hardware:

@@ -23,6 +23,7 @@ class Gpu:
     free_bytes: int
     pcie_generation: int | None = None  # of the link that device and machine can have; None = unknown
     pcie_lanes: int | None = None  # of the link as it is
+    memory_bytes_s: float | None = None  # bandwidth of its memory by the data sheet; None = not known (`cards`)
 
 
 def probe_gpus() -> tuple[Gpu, ...]:

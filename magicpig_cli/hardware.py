@@ -40,6 +40,7 @@ class Speeds:
     operator_us: float  # one small torch operator, called from Python
     host_to_device_bytes_s: float | None = None  # pinned copies; None = no device
     device_to_host_bytes_s: float | None = None
+    device_product_bytes_s: float | None = None  # bfloat16 weights read by a product with one row on that device
     visit_ns: float = 0.0  # one table visited in a look-up, beside the ids in its bucket
     prompt_multiply_adds_s: float = 0.0  # of a float32 product with as many rows as a prompt chunk has
     buffer_bytes: int = 0  # of memory that reads and products went through, so that none found in a cache what it read

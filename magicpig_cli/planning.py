@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from magicpig_cli import hardware, profiles, speeds
+from magicpig_cli import cards, hardware, profiles, speeds
 from magicpig_cli.config import Settings
 from magicpig_cli.hardware import Hardware, Speeds
 from magicpig_cli.model.name import model_name
@@ -28,15 +28,15 @@ def plan_here(
     not, and times are predicted only if it has been before.
     Raises what `planner.plan` raises, and UsageError for a profile that was asked for and is not there or broken.
     """
-    real = hardware.probe()
+    real = cards.described(hardware.probe())
     machine = assume(real)
     profile, why = profile_for(machine, settings, model_name(settings.model.model))
     chosen = plan(machine, shape, settings, profile, why)  # what cannot work is refused before anything is measured
     found = speeds_here(real, chosen.threads, settings.model.device, announce)
     if found is None:
         return chosen
-    if machine.gpus != real.gpus:  # copies to the card that is here say nothing about another one
-        found = replace(found, host_to_device_bytes_s=None, device_to_host_bytes_s=None)
+    if machine.gpus != real.gpus:  # the card that is here says nothing about another one
+        found = replace(found, host_to_device_bytes_s=None, device_to_host_bytes_s=None, device_product_bytes_s=None)
     return plan(replace(machine, speeds=found), shape, settings, profile, why)
 
 

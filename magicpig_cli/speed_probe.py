@@ -1,5 +1,5 @@
-"""What this machine does in a second, measured in less than two: memory, table look-ups, products, small operators,
-copies to and from a GPU. Each through the code that does the work later: the kernels' probes, `model/stored.py`, torch.
+"""What this machine does in a second, measured in less than two: memory, table look-ups, products and small operators.
+Each through the code that does the work later: the kernels' probes, `model/stored.py`, torch.
 
 Nothing may find in a cache what a real run would fetch from memory. So reads and products walk through one buffer of
 several times the last-level cache, each going on where the one before stopped; it comes round when everything else has
@@ -45,15 +45,14 @@ ROW_GAP = 20  # from one row to the next on average: the union of a group at 2% 
 WIDTH = 4096  # of the weight matrices
 PROMPT_ROWS, PROMPT_OUTPUTS = 256, 512  # tokens of a chunk, and columns of what they are multiplied with
 BYTE = 0x3F  # that the buffer is full of: 0.75 as bfloat16 or float32, 63 as int8; nothing that arithmetic is slow on
-COPY_BYTES = 64 << 20
 
 Probe = Callable[[int], float]  # number of the round → its figure
 
 
-def measure(threads: int, free_bytes: int, cache_bytes: int, gpu: int | None = None) -> Speeds:
+def measure(threads: int, free_bytes: int, cache_bytes: int) -> Speeds:
     """Speeds with `threads` threads. free_bytes: of memory, of which an eighth at most is taken meanwhile.
 
-    cache_bytes: last-level cache of the CPUs in use; gpu: torch's number of the CUDA device that copies go to.
+    cache_bytes: last-level cache of the CPUs in use.
     Raises MemoryError, OSError or RuntimeError where memory is short. torch's thread count is put back.
     """
     walk = Walk(filled_buffer(buffer_size(free_bytes, cache_bytes)))  # by all cores
@@ -73,7 +72,6 @@ def measure(threads: int, free_bytes: int, cache_bytes: int, gpu: int | None = N
             "scan": scan.signature_ns,
             "operator": lambda _: _operator_us(),
         })  # fmt: skip
-        copies = (None, None) if gpu is None else copy_speeds(torch.device("cuda", gpu))
     count_ns, visit_ns = per_id_and_visit(long, found["long"], short, found["short"])
     return Speeds(
         threads=threads,
@@ -85,8 +83,6 @@ def measure(threads: int, free_bytes: int, cache_bytes: int, gpu: int | None = N
         product_bytes_s={form: found[form] for form in ("float32", "bfloat16", "int8")},
         operator_us=found["operator"],
         prompt_multiply_adds_s=found["prompt"],
-        host_to_device_bytes_s=copies[0],
-        device_to_host_bytes_s=copies[1],
         buffer_bytes=walk.size,
         cache_bytes=cache_bytes,
         cpu_share=share.value,
@@ -209,7 +205,7 @@ def _product(walk: Walk, dtype: torch.dtype) -> float:
     scale = torch.ones(rows, dtype=torch.bfloat16) if dtype == torch.int8 else None
     held = Stored(nn.Parameter(weight, requires_grad=False), scale)
     layer = StoredLinear(held, None, Products(), few_rows=True)
-    return weight.nbytes / _seconds(lambda: layer(x))
+    return weight.nbytes / seconds(lambda: layer(x))
 
 
 def _prompt_product(walk: Walk) -> float:
@@ -217,10 +213,11 @@ def _prompt_product(walk: Walk) -> float:
     outputs = min(PROMPT_OUTPUTS, walk.size // PRODUCT_PART // (WIDTH * 4))
     weight = torch.from_numpy(walk.bytes(outputs * WIDTH * 4)).view(torch.float32).view(outputs, WIDTH)
     x = torch.ones(PROMPT_ROWS, WIDTH)
-    return PROMPT_ROWS * outputs * WIDTH / _seconds(lambda: nn.functional.linear(x, weight))
+    return PROMPT_ROWS * outputs * WIDTH / seconds(lambda: nn.functional.linear(x, weight))
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def seconds(call: Callable[[], object]) -> float:
+    """Of one call."""
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
@@ -317,28 +314,4 @@ def _operator_us(repeats: int = 20) -> float:
         for _ in range(repeats):
             _ = (x + x, x * x, x.to(torch.bfloat16), x.pow(2).mean(-1))
 
-    return _seconds(five_operators) / (5 * repeats) * 1e6
-
-
-# --- GPU -----------------------------------------------------------------------------------------------------------
-
-
-def copy_speeds(device: torch.device) -> tuple[float | None, float | None]:
-    """Bytes per second from pinned memory to a CUDA device and back; None where there is no room for it."""
-    try:
-        host = torch.ones(COPY_BYTES, dtype=torch.uint8).pin_memory()
-        there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    except RuntimeError:  # out of memory that can be pinned, or on the GPU
-        return None, None
-
-    def copied(target: torch.Tensor, source: torch.Tensor) -> float:
-        torch.cuda.synchronize(device)
-
-        def copy() -> None:
-            target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize(device)
-
-        return COPY_BYTES / _seconds(copy)
-
-    found = medians({"up": lambda _: copied(there, host), "down": lambda _: copied(host, there)})
-    return found["up"], found["down"]
+    return seconds(five_operators) / (5 * repeats) * 1e6

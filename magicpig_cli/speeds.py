@@ -38,6 +38,8 @@ UNDISTURBED = (
 MAX_TRIES = 3  # for machines that are never idle
 _PRODUCTS = frozenset({"float32", "bfloat16", "int8"})
 
+_OF_GPU = ("host_to_device_bytes_s", "device_to_host_bytes_s", "device_product_bytes_s")
+
 _known: dict[str, Speeds] = {}  # by file name: what this process has read or measured
 
 
@@ -47,10 +49,11 @@ def folder() -> Path:
 
 
 def measure(machine: Hardware, threads: int, gpu: Gpu | None = None) -> Speeds:
-    """Measure now, in less than two seconds. Raises MemoryError, OSError or RuntimeError if memory is short."""
-    from magicpig_cli import speed_probe
+    """Measure now, in about two seconds. Raises MemoryError, OSError or RuntimeError if memory is short."""
+    from magicpig_cli import device_probe, speed_probe
 
-    return speed_probe.measure(threads, machine.memory_free, cache_bytes(), None if gpu is None else gpu.index)
+    found = speed_probe.measure(threads, machine.memory_free, cache_bytes())
+    return found if gpu is None else device_probe.added(found, gpu.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class Record:
 
     def is_final(self, gpu: Gpu | None) -> bool:
         """Whether all of it was measured in peace, or often enough without."""
-        whole = gpu is None or self.speeds.host_to_device_bytes_s is not None  # a full GPU has no room to copy to
+        whole = gpu is None or _knows_gpu(self.speeds)
         return (whole and self.speeds.cpu_share >= UNDISTURBED) or self.tries >= MAX_TRIES
 
 
@@ -105,7 +108,12 @@ def _measured_again(machine: Hardware, threads: int, gpu: Gpu | None, kept: Reco
 
 
 def _quality(speeds: Speeds) -> tuple[bool, float]:
-    return speeds.host_to_device_bytes_s is not None, speeds.cpu_share
+    return _knows_gpu(speeds), speeds.cpu_share
+
+
+def _knows_gpu(speeds: Speeds) -> bool:
+    """Whether a GPU was measured; a full one has no room for that."""
+    return speeds.host_to_device_bytes_s is not None and speeds.device_product_bytes_s is not None
 
 
 def facts(machine: Hardware, threads: int, gpu: Gpu | None) -> dict[str, Any]:
@@ -153,9 +161,9 @@ def _is_sound(speeds: Speeds) -> bool:
     products = values.pop("product_bytes_s")
     if not isinstance(products, dict) or products.keys() != _PRODUCTS:
         return False
-    copies = (values.pop("host_to_device_bytes_s"), values.pop("device_to_host_bytes_s"))
+    gpu = [values.pop(name) for name in _OF_GPU]
     visit_ns = values.pop("visit_ns")  # may be 0
-    wanted = (*values.values(), *products.values(), *(speed for speed in copies if speed is not None))
+    wanted = (*values.values(), *products.values(), *(speed for speed in gpu if speed is not None))
     return all(_is_number(value) and value > 0 for value in wanted) and _is_number(visit_ns) and visit_ns >= 0
 
 

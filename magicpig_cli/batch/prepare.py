@@ -10,7 +10,6 @@ from magicpig_cli.batch.request import RequestMaker
 from magicpig_cli.config import Settings
 from magicpig_cli.engine.conversation import ChatCodec
 from magicpig_cli.model import loader
-from magicpig_cli.model.shape import shape_from_config
 from magicpig_cli.planner import Plan
 from magicpig_cli.planning import plan_here
 
@@ -26,7 +25,7 @@ def without_weights(
     loader.resolve_device(settings.model.device)
     config = loader.load_config(settings.model)
     loader.check_supported(config, settings.model.model)
-    planned = plan_here(shape_from_config(config), settings, announce)
+    planned = plan_here(loader.load_shape(config, settings.model), settings, announce)
     generation_config = loader.load_generation_config(settings.model)
     tokenizer = loader.load_tokenizer(settings.model)
     maker = RequestMaker(

@@ -252,13 +252,12 @@ def _batches(text: str) -> tuple[int, ...]:
 def _plan(settings: Settings) -> Plan:
     """What loading would plan, from the config alone. Raises what loading raises before it reads weights."""
     from magicpig_cli.model import loader
-    from magicpig_cli.model.shape import shape_from_config
     from magicpig_cli.planning import plan_here
 
     loader.resolve_device(settings.model.device)
     config = loader.load_config(settings.model)
     loader.check_supported(config, settings.model.model)
-    return plan_here(shape_from_config(config), settings)
+    return plan_here(loader.load_shape(config, settings.model), settings)
 
 
 def _check_room(plan: Plan, request: BenchRequest) -> None:

@@ -235,13 +235,12 @@ def _attention(text: str | None) -> list[str]:
 def _plans(settings: Settings, modes: tuple[Mode, ...]) -> dict[Mode, Plan]:
     """What loading would plan for each sampler, from the config alone. Raises what loading raises before weights."""
     from magicpig_cli.model import loader
-    from magicpig_cli.model.shape import shape_from_config
     from magicpig_cli.planning import plan_here
 
     loader.resolve_device(settings.model.device)
     config = loader.load_config(settings.model)
     loader.check_supported(config, settings.model.model)
-    shape = shape_from_config(config)
+    shape = loader.load_shape(config, settings.model)
     plan_here(shape, settings)
 
     def plan(mode: Mode) -> Plan:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from magicpig_cli.cli import forms
 from magicpig_cli.cli.options import AsJson, command_options
 from magicpig_cli.config import DEFAULT_L, ModelOptions, Settings
 from magicpig_cli.errors import MagicpigError, UsageError
@@ -132,8 +133,8 @@ def check(
     """Say what would happen with a model on this machine, or on another one; only its config is read."""
     from magicpig_cli import hardware
     from magicpig_cli.cards import assumed
-    from magicpig_cli.model.loader import load_config
-    from magicpig_cli.model.shape import shape_from_config, unsupported_reason
+    from magicpig_cli.model.loader import load_config, load_shape
+    from magicpig_cli.model.shape import unsupported_reason
 
     if assume_gpu is not None and settings.model.device == "cpu":
         raise UsageError(f"--assume-gpu {assume_gpu} with --device cpu", hint="leave out one of them")
@@ -145,13 +146,14 @@ def check(
     reason = unsupported_reason(config)
     report |= {"supported": reason is None, "reason": reason}
     if reason is None:
-        report |= _would_happen(
-            shape_from_config(config), settings, lambda machine: assumed(machine, assume_gpu, memory)
-        )  # fmt: skip
+        shape = load_shape(config, settings.model)
+        report |= _would_happen(shape, settings, lambda machine: assumed(machine, assume_gpu, memory))
     if as_json:
         print(json.dumps(report))
     else:
         console.print_table(("", ""), list(_page(report)))
+        if report.get("forms"):
+            forms.show(report["forms"])
     if reason is not None or report["problem"]:
         raise typer.Exit(1)
 
@@ -162,6 +164,7 @@ def _would_happen(
     """What the planner makes of the model here; `problem` where it refuses."""
     import torch  # noqa: F401  the probe then lists GPUs
 
+    from magicpig_cli import hardware
     from magicpig_cli.planning import plan_here
 
     report = _summary(settings.model.model, shape) | {
@@ -171,8 +174,14 @@ def _would_happen(
         "sliding_window": next((window for window in shape.layer_windows if window is not None), None),
         "softcap": shape.softcap,
     }
+
+    def planned(shape: ModelShape, settings: Settings) -> Plan:
+        return plan_here(shape, settings, lambda: console.say(MEASURING), assume)
+
+    if assume(hardware.probe()).gpu_of(settings.model.device) is not None:
+        report["forms"] = forms.compared(shape, settings, planned)
     try:
-        chosen = plan_here(shape, settings, lambda: console.say(MEASURING), assume)
+        chosen = planned(shape, settings)
     except MagicpigError as problem:
         refused: dict[str, Any] = {
             "problem": problem.message,
@@ -220,6 +229,7 @@ def _predicted(chosen: Plan, batch: int) -> dict[str, Any]:
         "tpot_ms": found.ms_per_token,
         "stages_ms": dict(found.stages_ms),
         "missing": list(found.missing),
+        "assumed": list(found.assumed),
         "peak_bytes": found.host_bytes,
     }
 

@@ -160,8 +160,10 @@ SHARED_OPTIONS = (
     SharedOption("model", "model.dtype", str, ("--dtype",), metavar="auto|bfloat16|float32",
         parse=_choice("auto", "bfloat16", "float32"),
         help="Number type of the weights; auto is bfloat16, but on a CPU only if the model's own is."),
-    SharedOption("model", "model.quantize", str, ("--quantize",), metavar="none|int8", parse=_choice("none", "int8"),
-        help="Store linear layers in 8 bits: less memory and faster answers on a CPU, a little less accurate."),
+    SharedOption("model", "model.quantize", str, ("--quantize",), metavar="none|int8|int4",
+        parse=_choice("none", "int8", "int4"),
+        help="Store linear layers in 8 or, on a GPU, 4 bits: less memory, a little less accurate; faster but for int8 "
+        "on a GPU."),
     SharedOption("model", "model.no_cuda_graphs", bool, ("--no-cuda-graphs",),
         help="Launch every operator of a step by itself: slower, and less GPU memory."),
     SharedOption("model", "context", str, ("-c", "--context", "--ctx-size"), parse=parse_context, metavar="TOKENS|auto",

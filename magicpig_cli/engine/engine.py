@@ -27,7 +27,7 @@ from magicpig_cli.errors import ContextError, MagicpigError, UsageError
 from magicpig_cli.events import MEASURING, Event, LoadProgress
 from magicpig_cli.model import loader
 from magicpig_cli.model.frequencies import settle
-from magicpig_cli.model.shape import ModelShape, shape_from_config
+from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.planner import Plan
 from magicpig_cli.planner.checks import check_signatures
 from magicpig_cli.planning import plan_here
@@ -83,7 +83,7 @@ class Engine:
         config = loader.load_config(settings.model)
         loader.check_supported(config, settings.model.model)
         announce = None if on_progress is None else lambda: on_progress(LoadProgress(MEASURING))
-        planned = planned or plan_here(shape_from_config(config), settings, announce)
+        planned = planned or plan_here(loader.load_shape(config, settings.model), settings, announce)
         loaded = loader.load_model(settings.model, device, on_progress)
         return cls(settings, loaded, device, planned, time.perf_counter() - begin)
 

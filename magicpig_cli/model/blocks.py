@@ -131,10 +131,17 @@ def _own_calls(model: PreTrainedModel, layers: list[nn.Module]) -> dict[nn.Modul
             calls[layer] = _Call(x, rotary, trial.seen[-1], out)
         return out
 
-    with _instead_of_forward(layers, note), torch.inference_mode():
-        ids = torch.arange(len(_POSITIONS)).unsqueeze(1) + 1
-        hook.run(model, ids, torch.tensor(_POSITIONS).unsqueeze(1), trial)
+    with _instead_of_forward(layers, note):
+        run_trial(model, trial)
     return calls
+
+
+def run_trial(model: PreTrainedModel, trial: _Trial | None = None) -> None:
+    """One decode step of two tokens, in which attention only notes what it is given. Raises what the model raises."""
+    ids = torch.arange(len(_POSITIONS), device=model.device).unsqueeze(1) + 1
+    positions = torch.tensor(_POSITIONS, device=model.device).unsqueeze(1)
+    with torch.inference_mode():
+        hook.run(model, ids, positions, trial or _Trial())
 
 
 @contextmanager

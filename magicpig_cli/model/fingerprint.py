@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from magicpig_cli.model.quantized import is_quantized, tensors_of
+
 _SAMPLES = 64  # values of each weight; training further changes all of them, a merged adapter all of some weights
 _IRRELEVANT = frozenset({  # of a config: keys and values are the same whatever they say
     "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
@@ -22,14 +24,19 @@ _IRRELEVANT = frozenset({  # of a config: keys and values are the same whatever 
 
 
 def of_weights(model: PreTrainedModel) -> str:
-    """16 hex digits of samples of all weights, rounded to bfloat16: in which type they were read does not matter."""
+    """16 hex digits of samples of all weights, rounded to bfloat16: in which type they were read does not matter.
+
+    Of weights that quantizers hold it does: their integers are taken as they are, packed, and their scales too.
+    """
     digest = hashlib.sha256()
-    for name, weight in model.named_parameters():
+    for name, weight in tensors_of(model) if is_quantized(model) else model.named_parameters():
         flat = weight.detach().reshape(-1)
         step = max(1, len(flat) // _SAMPLES) | 1  # odd: not the same column of every row
-        sample = flat[::step][:_SAMPLES].to("cpu", torch.bfloat16)
+        sample = flat[::step][:_SAMPLES].to("cpu")
+        if sample.is_floating_point():
+            sample = sample.to(torch.bfloat16).view(torch.int16)
         digest.update(f"{name} {list(weight.shape)}\n".encode())
-        digest.update(sample.view(torch.int16).numpy().tobytes())
+        digest.update(sample.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

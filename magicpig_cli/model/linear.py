@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from magicpig_cli.events import LoadProgress
 from magicpig_cli.model.progress import Report, ignore
+from magicpig_cli.model.quantized import is_packed
 from magicpig_cli.model.stored import (
     Form,
     Holder,
@@ -34,6 +35,7 @@ def hold(model: PreTrainedModel, form: Form, report: Report = ignore) -> None:
 
     An output layer tied to the embedding shares its weight as before. Experts that are no nn.Linear (Mixtral's: one
     tensor for all of them) remain float32. Goes layer by layer, so the extra memory is that of the largest layer.
+    What quantizers hold is left alone.
     """
     names = [name for name, module in model.named_modules() if _can_hold(module, form)]
     output, products, shared = _output_layer(model), Products(), _tied_weight(model)
@@ -67,9 +69,17 @@ def _output_layer(model: PreTrainedModel) -> nn.Module | None:
 
 def _can_hold(module: nn.Module, form: Form) -> bool:
     """Linear layers and embeddings whose code is known; of other classes nobody knows what forward does."""
+    if isinstance(module, nn.Linear) and not _is_plain(module):
+        return False
     if form == "float32":
         return type(module) is nn.Linear  # an embedding is as it should be
     return type(module) in (nn.Linear, nn.Embedding) or hasattr(module, _GEMMA_FACTOR)
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    """Whether a linear layer is what its class says: quantizers pack its weight, put scales beside, replace forward."""
+    beside = set(layer._parameters) - {"weight", "bias"} or layer._buffers or "forward" in vars(layer)
+    return not beside and not is_packed(layer.weight)
 
 
 def _join_same_input(model: PreTrainedModel) -> None:
@@ -88,11 +98,15 @@ def _holder(module: nn.Module, held: Stored, products: Products, *, few_rows: bo
 
 
 def _widen_the_rest(model: PreTrainedModel) -> None:
-    """Norms, routers, experts and buffers to float32, in place."""
+    """Norms, routers, experts and buffers to float32, in place; of what quantizers hold neither integers nor scales."""
     held = {id(tensor) for module in model.modules() if isinstance(module, Holder) for tensor in module.held()}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point() and id(tensor) not in held:
-            tensor.data = tensor.data.float()
+    for module in model.modules():
+        own = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+        if any(is_packed(tensor) and id(tensor) not in held for tensor in own):
+            continue
+        for tensor in own:
+            if tensor.is_floating_point() and id(tensor) not in held:
+                tensor.data = tensor.data.float()
 
 
 @contextmanager

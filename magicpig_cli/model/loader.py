@@ -7,9 +7,8 @@ Every form becomes a folder in transformers' own layout, which the Auto classes 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import platformdirs
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -28,19 +26,28 @@ from transformers import (
 from transformers import __version__ as transformers_version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from magicpig_cli import hardware
 from magicpig_cli.config import APP_NAME, ModelOptions
-from magicpig_cli.errors import MagicpigError, MemoryBudgetError, ModelError, UsageError
+from magicpig_cli.errors import ModelError, UsageError
 from magicpig_cli.events import LoadProgress
-from magicpig_cli.model import blocks, demo, fingerprint, gguf, hub, linear, weights
+from magicpig_cli.model import (
+    blocks,
+    demo,
+    fingerprint,
+    gguf,
+    hub,
+    linear,
+    published,
+    quantized,
+    reading,
+    sizes,
+    weights,
+)
 from magicpig_cli.model.name import model_name
-from magicpig_cli.model.progress import Report, forwarded, ignore, one_line
-from magicpig_cli.model.shape import published_dtype, read_dtype, shape_from_config, unsupported_reason
+from magicpig_cli.model.progress import explaining, ignore
+from magicpig_cli.model.shape import ModelShape, published_dtype, read_dtype, shape_from_config, unsupported_reason
 from magicpig_cli.model.stored import Form
-from magicpig_cli.units import format_bytes
 
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "*.tiktoken")
-_DUMMY_SEED = 0
 _NO_LIMIT = int(1e30)  # tokens; transformers' own sentinel for a tokenizer without one
 
 
@@ -97,7 +104,11 @@ def _check_cuda(device: torch.device) -> None:
 
 
 def resolve_dtype(text: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
-    """Number type in which the weights are read (see `read_dtype`). Raises UsageError."""
+    """Number type in which the weights are read (see `read_dtype`), of quantized ones the others. Raises UsageError."""
+    method = published.method_of(config)
+    if method is not None:
+        published.refuse_dtype(method, text, on_gpu=device.type != "cpu")
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
     name = read_dtype(text, published_dtype(config), on_gpu=device.type != "cpu")
     try:
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
@@ -112,6 +123,20 @@ def load_config(options: ModelOptions) -> PretrainedConfig:
         assert source.gguf is not None
         return gguf.read_config(source.gguf)
     return _config_in(source.folder, source.name, options)
+
+
+def load_shape(config: PretrainedConfig, options: ModelOptions) -> ModelShape:
+    """The shape of the model whose config that is; weights that were published quantized are counted by the headers of
+    their files where these are at hand. Raises ModelError."""
+    shape = shape_from_config(config)
+    if shape.published is None:
+        return shape
+    if options.load_format == "dummy":
+        return replace(shape, published=None)  # random weights are plain
+    source = _locate(options, lambda: hub.fetch(options, hub.CONFIG_FILES, ignore))
+    if source.folder is None or not source.folder.is_dir():
+        return shape
+    return replace(shape, published=published.counted(shape.published, source.folder))
 
 
 def check_supported(config: PretrainedConfig, name: str) -> None:
@@ -134,7 +159,7 @@ def load_generation_config(options: ModelOptions) -> GenerationConfig | None:
     source = _locate(options, lambda: hub.fetch(options, hub.TEXT_FILES, ignore))
     if source.folder is None or not (source.folder / "generation_config.json").is_file():
         return None
-    with _explaining(f"the generation config of {source.name}"):
+    with explaining(f"the generation config of {source.name}"):
         config: GenerationConfig = GenerationConfig.from_pretrained(source.folder)
         return config
 
@@ -158,17 +183,22 @@ def load_model(
     assert source.folder is not None
     config = _config_in(source.folder, source.name, options)
     check_supported(config, source.name)
+    if dummy and hasattr(config, "quantization_config"):
+        del config.quantization_config  # random weights are plain
     dtype = resolve_dtype(options.dtype, config, device)
     if dummy:
-        model = _random_model(config, device, dtype, options, report)
+        model = reading.random_model(config, device, dtype, options, report)
     else:
-        model = _read_model(source, config, device, dtype, options, report)
+        model = reading.model_from(source.folder, source.name, config, device, dtype, options, report)
     model.train(False).requires_grad_(False)
     weights_fingerprint = fingerprint.of_weights(model)
     if device.type == "cpu":
         wide: Form = "bfloat16" if dtype == torch.bfloat16 else "float32"
         linear.hold(model, "int8" if options.quantize == "int8" else wide, report)
         blocks.compute_by_kernels(model)
+    if quantized.is_quantized(model):
+        with explaining(f"{source.name}, as its quantized weights cannot be multiplied here"):
+            blocks.run_trial(model)
     return Loaded(
         model=model,
         tokenizer=_tokenizer_in(source.folder, source.name, options),
@@ -176,9 +206,16 @@ def load_model(
         generation_config=getattr(model, "generation_config", None),
         name=source.name,
         revision=source.revision,
-        params=sum(p.numel() for p in model.parameters()),
+        params=_count(model),
         weights=weights_fingerprint,
     )
+
+
+def _count(model: PreTrainedModel) -> int:
+    """Parameters, tied ones once. Packed ones cannot be counted: then it is what the config makes."""
+    if quantized.is_quantized(model):
+        return sizes.params(model.config)
+    return sum(p.numel() for p in model.parameters())
 
 
 # Where things are
@@ -237,18 +274,6 @@ def _config_file_source(path: Path, options: ModelOptions) -> _Source:
 # Reading what is there
 
 
-@contextmanager
-def _explaining(what: str) -> Iterator[None]:
-    """Whatever a library raises becomes one line that says what was read, and what the library said."""
-    try:
-        with forwarded("loading", ignore):
-            yield
-    except (MagicpigError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as problem:
-        raise ModelError(f"cannot read {what}: {one_line(problem)}", hint="--debug shows where it failed") from problem
-
-
 def _config_in(folder: Path, name: str, options: ModelOptions) -> PretrainedConfig:
     """From folder/config.json, or from `folder` if that is itself a config file."""
     path = folder / "config.json" if folder.is_dir() else folder
@@ -256,7 +281,7 @@ def _config_in(folder: Path, name: str, options: ModelOptions) -> PretrainedConf
     family, has_code = content.get("model_type"), "AutoConfig" in content.get("auto_map", {})
     if family not in CONFIG_MAPPING and not (has_code and options.trust_remote_code):
         raise _unknown_family(name, family, has_code)
-    with _explaining(f"the config of {name}"):
+    with explaining(f"the config of {name}"):
         config: PretrainedConfig = AutoConfig.from_pretrained(
             path.parent if path.name == "config.json" else path, trust_remote_code=options.trust_remote_code,
             local_files_only=hub.is_offline(options),
@@ -298,7 +323,7 @@ def _tokenizer_in(folder: Path, name: str, options: ModelOptions) -> PreTrainedT
         if options.load_format == "dummy":
             return _byte_tokenizer()
         raise ModelError(f"{options.model} has no tokenizer", hint="download tokenizer.json and its companions too")
-    with _explaining(f"the tokenizer of {name}"):
+    with explaining(f"the tokenizer of {name}"):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=options.trust_remote_code, local_files_only=hub.is_offline(options)
         )
@@ -322,102 +347,3 @@ def _byte_tokenizer() -> PreTrainedTokenizerBase:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
-
-
-def _read_model(
-    source: _Source, config: PretrainedConfig, device: torch.device, dtype: torch.dtype, options: ModelOptions,
-    report: Report,
-) -> PreTrainedModel:  # fmt: skip
-    from magicpig_cli.model import hook  # noqa: F401  registers the attention function
-
-    assert source.folder is not None
-    _refuse_quantized(config, source.name)
-    weights.check(source.folder)
-    _check_memory(source, dtype, widened=shape_from_config(config).expert_params if device.type == "cpu" else 0)
-    with _explaining(f"the weights of {source.name}"), forwarded("loading weights", report):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.folder, config=config, dtype=dtype, attn_implementation="magicpig",
-            trust_remote_code=options.trust_remote_code, local_files_only=hub.is_offline(options),
-            output_loading_info=True, ignore_mismatched_sizes=True,
-        )  # fmt: skip
-    model, info = loaded
-    _refuse_incomplete(source.name, info)
-    return _to_device(model, device, source.name)
-
-
-def _refuse_quantized(config: PretrainedConfig, name: str) -> None:
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is None:
-        return
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-    raise ModelError(
-        f"the weights of {name} are quantized ({method}), which cannot be read yet",
-        hint="use the original model, or a .gguf file of it",
-    )
-
-
-def _refuse_incomplete(name: str, info: dict[str, Any]) -> None:
-    """Weights that transformers would silently replace by random ones."""
-    missing = sorted(info["missing_keys"])
-    mismatched = sorted(entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"])
-    if missing:
-        raise ModelError(
-            f"{name} lacks {len(missing)} weights that its config asks for, the first is {missing[0]}",
-            hint="config.json and weights belong to different models, or the download is incomplete",
-        )
-    if mismatched:
-        raise ModelError(
-            f"{len(mismatched)} weights of {name} have other shapes than its config says, the first is {mismatched[0]}",
-            hint="config.json and weights belong to different models",
-        )
-
-
-def _check_memory(source: _Source, dtype: torch.dtype, widened: int) -> None:
-    """Refuse before the kernel's out-of-memory killer does: on the way to a GPU weights pass through host memory.
-
-    Before int8 they are read as `dtype`, which is the peak; `widened` parameters become float32 after that.
-    """
-    assert source.folder is not None
-    need = weights.count_values(source.folder) * dtype.itemsize + widened * (torch.float32.itemsize - dtype.itemsize)
-    free = hardware.probe().memory_free
-    if need > free:
-        raise MemoryBudgetError(
-            f"the weights of {source.name} take {format_bytes(need)} as {str(dtype).removeprefix('torch.')}, "
-            f"and {format_bytes(free)} of memory are free",
-            hint="--dtype bfloat16 halves float32, or use a smaller model",
-        )
-
-
-def _to_device(model: PreTrainedModel, device: torch.device, name: str) -> PreTrainedModel:
-    try:
-        model.to(device)  # type: ignore[arg-type]
-        return model
-    except torch.OutOfMemoryError as problem:
-        free, total = torch.cuda.mem_get_info(device)
-        size = sum(p.numel() * p.element_size() for p in model.parameters())
-        raise MemoryBudgetError(
-            f"the weights of {name} take {format_bytes(size)}; of the GPU's {format_bytes(total)}, "
-            f"{format_bytes(free)} are free now",
-            hint="--dtype bfloat16, a smaller model, or --device cpu",
-        ) from problem
-
-
-def _random_model(
-    config: PretrainedConfig, device: torch.device, dtype: torch.dtype, options: ModelOptions, report: Report
-) -> PreTrainedModel:
-    """The same random weights for the same config, on the device at once."""
-    from magicpig_cli.model import hook  # noqa: F401  registers the attention function
-
-    report(LoadProgress("drawing random weights"))
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with (
-        _explaining("the model's config"),
-        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        torch.device(device),
-    ):
-        torch.manual_seed(_DUMMY_SEED)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation="magicpig", trust_remote_code=options.trust_remote_code
-        )
-        return model

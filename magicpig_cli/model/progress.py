@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from huggingface_hub.utils import logging as hub_logging
 from tqdm import tqdm
 from transformers import modeling_gguf_pytorch_utils as gguf_utils
 from transformers.utils import logging as transformers_logging
 
+from magicpig_cli.errors import MagicpigError, ModelError
 from magicpig_cli.events import LoadProgress
 
 Report = Callable[[LoadProgress], None]
@@ -77,3 +79,15 @@ def forwarded(stage: str, report: Report) -> Iterator[None]:
         hub_logging.set_verbosity(verbosity[1])
         transformers_logging.set_tqdm_hook(hook)
         vars(gguf_utils)["tqdm"] = gguf_bar
+
+
+@contextmanager
+def explaining(what: str) -> Iterator[None]:
+    """Whatever a library raises becomes one line that says what was read, and what the library said."""
+    try:
+        with forwarded("loading", ignore):
+            yield
+    except (MagicpigError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as problem:
+        raise ModelError(f"cannot read {what}: {one_line(problem)}", hint="--debug shows where it failed") from problem

@@ -9,11 +9,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from magicpig_cli.errors import ModelError
+from magicpig_cli.model import published, sizes
+from magicpig_cli.model.published import Published
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -54,11 +56,14 @@ class ModelShape:
     trained_context: int | None = None  # tokens before rotary scaling, where the config tells
     params: int = 0  # estimate from the config
     expert_params: int = 0  # of these, in experts of a mixture
+    linear_params: int = 0  # of `params`, in linear layers of the blocks: what is quantized on a GPU
+    linear_rows: int = 0  # output rows of these layers
     intermediate: int = 0  # width of a gated MLP, or of an expert; 0 = not known
     lookup_params: int = 0  # of `params`, an embedding that is looked up in and shares nothing with the output layer
     experts_used: float = 1.0  # share of the experts that one token goes through
     int8_extra_bytes: int = 0  # what int8 weights but experts take beyond a byte each: scales, and what stays float32
     dtype: str = "float32"  # number type in which the checkpoint was published; float32 if the config does not tell
+    published: Published | None = None  # the form of weights that were published quantized
 
     @property
     def full_layers(self) -> tuple[int, ...]:
@@ -77,6 +82,21 @@ class ModelShape:
     def step_params(self, batch: int) -> int:
         """Weights that one decode step of `batch` sequences multiplies by, those of experts included."""
         return self.params - self.lookup_params - self.expert_params + self.step_experts(batch)
+
+    def scaled(self, share: float) -> ModelShape:
+        """A model like this one with so many of its weights."""
+
+        def part(count: int) -> int:
+            return round(share * count)
+
+        published = self.published
+        if published is not None:
+            published = replace(published, bytes=part(published.bytes), wide_bytes=part(published.wide_bytes))
+        return replace(
+            self, params=part(self.params), expert_params=part(self.expert_params), published=published,
+            linear_params=part(self.linear_params), linear_rows=part(self.linear_rows),
+            int8_extra_bytes=part(self.int8_extra_bytes),
+        )  # fmt: skip
 
     @property
     def verified(self) -> bool:
@@ -104,13 +124,16 @@ def shape_from_config(config: PretrainedConfig) -> ModelShape:
         softcap=getattr(config, "attn_logit_softcapping", None),
         rope=rope,
         trained_context=trained,
-        params=_estimate_params(config),
-        expert_params=_expert_params(config),
-        intermediate=_intermediate(config),
+        params=sizes.params(config),
+        expert_params=sizes.expert_params(config),
+        linear_params=sizes.linear_params(config),
+        linear_rows=sizes.linear_rows(config),
+        intermediate=sizes.intermediate(config),
         lookup_params=0 if getattr(config, "tie_word_embeddings", False) else config.vocab_size * hidden,
-        experts_used=min(1.0, (getattr(config, "num_experts_per_tok", None) or 1) / _experts(config)),
-        int8_extra_bytes=_int8_extra_bytes(config),
+        experts_used=min(1.0, (getattr(config, "num_experts_per_tok", None) or 1) / sizes.experts(config)),
+        int8_extra_bytes=sizes.int8_extra_bytes(config),
         dtype=published_dtype(config),
+        published=published.estimated(config),
     )
 
 
@@ -204,65 +227,6 @@ def _rope_parameters(config: PretrainedConfig) -> Mapping[str, Any]:
     if not nested:
         return found
     return nested.get("full_attention") or next(iter(nested.values()))
-
-
-def _estimate_params(config: PretrainedConfig) -> int:
-    """Parameters of a gated-MLP decoder with these sizes; within a few per cent for the verified families."""
-    hidden, layers = config.hidden_size, config.num_hidden_layers
-    routers = len(_mixed_layers(config)) * hidden * _experts(config)
-    matrices = sum(rows * length for rows, length in _matrices(config))
-    return int(matrices + routers + layers * 2 * hidden + _expert_params(config) + hidden)
-
-
-def _matrices(config: PretrainedConfig) -> list[tuple[int, int]]:
-    """Weights of linear layers and embedding without experts, as (rows, length of a row); what is alike is one."""
-    hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    embeddings = 1 if getattr(config, "tie_word_embeddings", False) else 2
-    found = [
-        (embeddings * config.vocab_size, hidden),
-        (layers * (heads + 2 * kv_heads) * head_dim, hidden),
-        (layers * hidden, heads * head_dim),
-    ]
-    mixed = len(_mixed_layers(config))
-    if shared := mixed and getattr(config, "shared_expert_intermediate_size", None):  # every token goes through it
-        found += [(mixed * 2 * shared, hidden), (mixed * hidden, shared), (mixed, hidden)]
-    if dense := layers - mixed:
-        inner = getattr(config, "intermediate_size", None) or 4 * hidden
-        found += [(dense * 2 * inner, hidden), (dense * hidden, inner)]
-    return found
-
-
-def _int8_extra_bytes(config: PretrainedConfig) -> int:
-    """Two bytes per row for its scale; three more per value of norms and routers."""
-    held = _matrices(config)
-    rest = _estimate_params(config) - _expert_params(config) - sum(rows * length for rows, length in held)
-    return int(2 * sum(rows for rows, _ in held) + 3 * rest)
-
-
-def _experts(config: PretrainedConfig) -> int:
-    """Experts per layer; 1 where there is no choice among them."""
-    return getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
-
-
-def _mixed_layers(config: PretrainedConfig) -> list[int]:
-    """Layers that choose among experts: all of a mixture, but for those that Qwen's configs leave an MLP."""
-    if _experts(config) == 1:
-        return []
-    step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", None) or ()
-    return [n for n in range(config.num_hidden_layers) if n not in dense and (n + 1) % step == 0]
-
-
-def _expert_params(config: PretrainedConfig) -> int:
-    """Parameters of all experts of all layers; 0 where there is no choice among them."""
-    return int(len(_mixed_layers(config)) * 3 * config.hidden_size * _intermediate(config) * _experts(config))
-
-
-def _intermediate(config: PretrainedConfig) -> int:
-    """Width of the gated MLP, or of one expert; 4 · hidden where the config does not tell."""
-    names = ("moe_intermediate_size", "intermediate_size") if _experts(config) > 1 else ("intermediate_size",)
-    return next((value for name in names if (value := getattr(config, name, None))), 4 * int(config.hidden_size))
 
 
 def unsupported_reason(config: PretrainedConfig) -> str | None:

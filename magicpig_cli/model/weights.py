@@ -79,6 +79,18 @@ def count_values(folder: Path) -> int:
     )
 
 
+def count_bytes(folder: Path) -> dict[str, int]:
+    """Number type as the format names it (`BF16`, `I32`, …) → bytes of all tensors of that type in the safetensors
+    files of a folder that `check` has passed."""
+    found: dict[str, int] = {}
+    for name in names_in(folder):
+        if name.endswith(".safetensors"):
+            for tensor in _tensors(_read_header(folder / name)[1]):
+                begin, end = tensor["data_offsets"]
+                found[tensor["dtype"]] = found.get(tensor["dtype"], 0) + end - begin
+    return found
+
+
 def _tensors(header: dict[str, Any]) -> Iterator[dict[str, Any]]:
     return (entry for name, entry in header.items() if name != "__metadata__")
 

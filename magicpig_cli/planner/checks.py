@@ -15,10 +15,12 @@ from magicpig_cli.config import (
     MAX_SEED,
     SAMPLERS,
     AttentionOptions,
+    ModelOptions,
     Settings,
 )
 from magicpig_cli.errors import ContextError, ModelError, UsageError
 from magicpig_cli.hardware import Hardware
+from magicpig_cli.model.published import refuse_dtype, refuse_twice
 from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.planner.plan import Plan
 from magicpig_cli.units import MAX_SIZE
@@ -40,7 +42,7 @@ def check_request(shape: ModelShape, settings: Settings, *, on_gpu: bool) -> Non
     attention, model = settings.attention, settings.model
     _check_choice("--attention", attention.mode, ("auto", *SAMPLERS, "exact"))
     _check_choice("--kv-dtype", attention.kv_dtype, ("auto", "float32", "bfloat16", "int8"))
-    _check_choice("--quantize", model.quantize, ("none", "int8"))
+    _check_choice("--quantize", model.quantize, ("none", "int8", "int4"))
     _check_tables(attention)
     check_signatures(attention)
     _check_layers(attention, shape)
@@ -52,11 +54,7 @@ def check_request(shape: ModelShape, settings: Settings, *, on_gpu: bool) -> Non
         raise UsageError(
             f"--threads {settings.threads} is less than 1", hint="leave it out to use what this machine gives"
         )
-    if on_gpu and model.quantize == "int8":
-        raise UsageError(
-            "--quantize int8 stores linear layers for a CPU; on a GPU it cannot be used yet",
-            hint="leave it out, or use --device cpu",
-        )
+    _check_weights(shape, model, on_gpu=on_gpu)
     _check_context(shape, settings)
 
 
@@ -65,6 +63,19 @@ def _check_choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
         raise UsageError(
             f"{option} {value} is unknown", hint=f"use {', '.join(allowed[:-1])} or {allowed[-1]}"
         )  # fmt: skip
+
+
+def _check_weights(shape: ModelShape, model: ModelOptions, *, on_gpu: bool) -> None:
+    if shape.published is not None:
+        refuse_twice(shape.published.method, model.quantize)
+        refuse_dtype(shape.published.method, model.dtype, on_gpu=on_gpu)
+    elif model.quantize == "int4" and not on_gpu:
+        raise UsageError(
+            "--quantize int4 is for GPUs: on a CPU a step would take longer than with int8, and err more",
+            hint="--quantize int8",
+        )
+    elif model.quantize != "none" and on_gpu:
+        refuse_dtype(model.quantize, model.dtype, on_gpu=True)
 
 
 def _check_tables(attention: AttentionOptions) -> None:

@@ -17,13 +17,12 @@ from magicpig_cli.config import (
 from magicpig_cli.errors import MemoryBudgetError
 from magicpig_cli.hardware import Gpu, Hardware
 from magicpig_cli.kernels import RowType
-from magicpig_cli.model.shape import ModelShape, read_dtype
-from magicpig_cli.planner import memory, reasons
+from magicpig_cli.model.shape import ModelShape
+from magicpig_cli.planner import forms, memory, reasons
 from magicpig_cli.planner.checks import check_device, check_request, check_window
-from magicpig_cli.planner.plan import Mode, Plan, WeightType, most_together
+from magicpig_cli.planner.plan import Mode, Plan, most_together
 from magicpig_cli.planner.predict import predict
 from magicpig_cli.planner.quality import expected_ratio
-from magicpig_cli.planner.times import WEIGHT_BYTES
 from magicpig_cli.planner.ways_out import ways_out
 from magicpig_cli.profiles import BUILT_IN, Profile, TableSize
 from magicpig_cli.units import format_bytes
@@ -71,7 +70,7 @@ def _draft(
 ) -> Plan:  # fmt: skip
     """What does not depend on memory. Tables are those for the context that is wanted."""
     attention, model, on_gpu = settings.attention, settings.model, gpu is not None
-    form = _weight_type(shape, settings, on_gpu=on_gpu)
+    form = forms.form_of(shape, model, on_gpu=on_gpu)
     size = _recommended(profile, attention, wanted)
     most = hardware.threads if profile.threads is None else min(hardware.threads, profile.threads)
     return Plan(
@@ -92,7 +91,7 @@ def _draft(
         context=wanted,
         row_dtype="bfloat16" if attention.kv_dtype == "auto" else cast(RowType, attention.kv_dtype),
         weight_type=form,
-        weights_bytes=0 if on_gpu else _weights_bytes(shape, form),
+        weights_bytes=0 if on_gpu else forms.total(forms.on_host(shape, form)),
         budget_bytes=0,
         max_batch=most_together(profile, on_gpu=on_gpu),
         windows_on_host=not on_gpu,
@@ -100,9 +99,7 @@ def _draft(
         auto_lsh_from=profile.auto_lsh_from,
         host_reserve=profile.host_reserve,
         gpu=gpu,
-        device_weights_bytes=shape.params * WEIGHT_BYTES[read_dtype(model.dtype, shape.dtype, on_gpu=True)]
-        if on_gpu
-        else 0,
+        device_weights_bytes=forms.total(forms.on_device(shape, form)) if on_gpu else 0,
         device_reserve=profile.device_reserve if on_gpu else 0,
         graphs=on_gpu and not model.no_cuda_graphs,
         speeds=hardware.speeds,
@@ -128,20 +125,6 @@ def _dense_layers(attention: AttentionOptions, shape: ModelShape, profile: Profi
     if attention.dense_layers is not None:
         return tuple(sorted(set(attention.dense_layers)))
     return tuple(layer for layer in profile.dense_layers if layer < shape.layers)
-
-
-def _weight_type(shape: ModelShape, settings: Settings, *, on_gpu: bool) -> WeightType:
-    """In which form linear layers hold their weights."""
-    if settings.model.quantize == "int8":
-        return "int8"
-    return cast(WeightType, read_dtype(settings.model.dtype, shape.dtype, on_gpu=on_gpu))
-
-
-def _weights_bytes(shape: ModelShape, form: WeightType) -> int:
-    """Host bytes of the weights; experts of a mixture are no linear layers of their own and stay float32."""
-    extra = shape.int8_extra_bytes if form == "int8" else 0
-    experts = shape.expert_params * WEIGHT_BYTES["float32"]
-    return (shape.params - shape.expert_params) * WEIGHT_BYTES[form] + experts + extra
 
 
 # --- sampler -------------------------------------------------------------------------------------------------------

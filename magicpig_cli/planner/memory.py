@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from magicpig_cli.config import BLOCK_KEYS, FLASH_KEYS, RECORDED_BATCHES
 from magicpig_cli.kernels import row_bytes, window_type
+from magicpig_cli.planner import forms
 from magicpig_cli.planner.plan import Plan
 from magicpig_cli.units import format_bytes
 
@@ -105,7 +106,7 @@ def device(plan: Plan, batch: int) -> tuple[Part, ...]:
     if plan.gpu is None:
         return ()
     parts = (
-        Part("weights", plan.device_weights_bytes, f"{plan.shape.params:,} values as {plan.weight_type}"),
+        Part("weights", plan.device_weights_bytes, forms.written(forms.on_device(plan.shape, plan.weight_type))),
         Part("reserve", plan.device_reserve, f"CUDA context and workspaces, profile {plan.profile}"),
         _activations(plan, batch),
         _hashing(plan),
@@ -121,14 +122,9 @@ def _some(parts: Iterable[Part]) -> tuple[Part, ...]:
 
 
 def _host_weights(plan: Plan) -> Part:
-    """Experts of a mixture are no linear layers of their own and stay float32."""
-    shape, form = plan.shape, plan.weight_type
-    terms = [f"{shape.params - shape.expert_params:,} values as {form}"]
-    if form == "int8":
-        terms.append(f"{shape.int8_extra_bytes:,} B of scales and of what int8 cannot take")
-    if shape.expert_params:
-        terms.append(f"{shape.expert_params:,} of experts as float32")
-    return Part("weights", plan.weights_bytes, " + ".join(terms))
+    """Nothing where a GPU holds them."""
+    words = forms.written(forms.on_host(plan.shape, plan.weight_type)) if plan.weights_bytes else ""
+    return Part("weights", plan.weights_bytes, words)
 
 
 def _rows(plan: Plan, tokens: int, batch: int) -> Part:
@@ -177,6 +173,8 @@ def _activations(plan: Plan, batch: int) -> Part:
         block += CAST_BYTES if plan.weight_type != "float32" else 0
     else:
         block = 2 * plan.chunk * shape.heads * BLOCK_KEYS * 4
+    if forms.is_cast_whole(shape, plan.weight_type, on_gpu=not on_host):  # the largest weight, in what is multiplied
+        block += shape.inner * shape.hidden * value
     logits = 2 * batch * shape.vocab * 4
     formula = (
         f"a chunk of {plan.chunk:,} tokens × {per_token:,} B, a block of {format_bytes(block)}, "

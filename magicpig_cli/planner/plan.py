@@ -10,12 +10,12 @@ from magicpig_cli.config import DEFAULT_TAIL, INDEX_FROM
 from magicpig_cli.hardware import Gpu, Speeds
 from magicpig_cli.kernels import RowType, row_bytes, window_type
 from magicpig_cli.model.shape import ModelShape
+from magicpig_cli.planner.forms import WeightType
 from magicpig_cli.planner.indexes import IndexBytes
 from magicpig_cli.planner.samplers import NO_OPTIONS, Options, SamplerPlan, SignaturesPlan, TablesPlan
 from magicpig_cli.profiles import Profile
 
 Mode = Literal["auto", "lsh", "rabitq", "exact"]
-WeightType = Literal["float32", "bfloat16", "int8"]
 
 FLUSH = 64  # rows that leave the window at once
 BLOCK_ROWS = 1024  # rows per block of the store

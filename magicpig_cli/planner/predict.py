@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from magicpig_cli.config import DEFAULT_MAX_TOKENS
 from magicpig_cli.planner.memory import Part, device, expected_host, total
 from magicpig_cli.planner.plan import Plan
-from magicpig_cli.planner.times import step_ms
+from magicpig_cli.planner.steps import StepTime
+from magicpig_cli.planner.times import step_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +20,22 @@ class Prediction:
     batch: int
     host: tuple[Part, ...]  # that a process holds at its peak
     device: tuple[Part, ...]  # that the GPU holds; nothing on a CPU
-    stages_ms: Mapping[
-        str, float
-    ]  # stage (events.STAGES) → milliseconds of a step; empty = this machine was not measured
-    missing: tuple[str, ...]  # what the stages leave out
+    time: StepTime
+
+    @property
+    def stages_ms(self) -> Mapping[str, float]:
+        """Stage (events.STAGES) → milliseconds of a step; empty = this machine was not measured."""
+        return self.time.stages_ms
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What the stages leave out."""
+        return self.time.missing
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """What they rest on that was not measured."""
+        return self.time.assumed
 
     @property
     def host_bytes(self) -> int:
@@ -46,7 +59,5 @@ def predict(
     sampled_ratio: of the offloaded keys, where it is known; None = what the plan expects.
     """
     ratio = plan.sampled_ratio if sampled_ratio is None else sampled_ratio
-    stages, missing = step_ms(plan, tokens, batch, ratio)
-    return Prediction(
-        tokens, batch, expected_host(plan, tokens, batch, generated), device(plan, batch), stages, missing
-    )
+    time = step_time(plan, tokens, batch, ratio)
+    return Prediction(tokens, batch, expected_host(plan, tokens, batch, generated), device(plan, batch), time)

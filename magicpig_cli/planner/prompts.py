@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from magicpig_cli.planner.forms import WEIGHT_BYTES
 from magicpig_cli.planner.plan import Plan
-from magicpig_cli.planner.times import LAYER_OPERATORS, WEIGHT_BYTES
+from magicpig_cli.planner.times import CACHE_OPERATORS, OWN_LAYER_OPERATORS
 
 # Multiply-adds per second of attention to earlier keys, over those of the products: torch's flash kernel, softmax and
 # the cast of rows included.
@@ -40,9 +41,10 @@ class PromptTimes:
 
     @classmethod
     def of(cls, plan: Plan) -> PromptTimes | None:
-        """None where this machine was not measured, and on a GPU, whose products are not measured."""
+        """None where this machine was not measured, and for products that were not: a GPU's, and quantizers'."""
         speeds, shape = plan.speeds, plan.shape
-        if speeds is None or plan.gpu is not None or not speeds.prompt_multiply_adds_s:
+        measured = speeds is not None and plan.weight_type in speeds.product_bytes_s and speeds.prompt_multiply_adds_s
+        if speeds is None or plan.gpu is not None or not measured:
             return None
         share = min(1.0, plan.threads / speeds.threads)
         multiply, sequential = speeds.prompt_multiply_adds_s * share, speeds.sequential_bytes_s * share
@@ -53,7 +55,7 @@ class PromptTimes:
         everything = shape.params - shape.lookup_params - output
         read = everything * WEIGHT_BYTES[plan.weight_type] / sequential
         cast = 0.0 if plan.weight_type == "float32" else read + everything * 4 / sequential
-        operators = shape.layers * sum(LAYER_OPERATORS) * speeds.operator_us * 1e-6
+        operators = shape.layers * (OWN_LAYER_OPERATORS + CACHE_OPERATORS) * speeds.operator_us * 1e-6
         last = output * WEIGHT_BYTES[plan.weight_type] / (speeds.product_bytes_s[plan.weight_type] * share)
         threads = min(plan.threads, speeds.threads)
         signs, sorted_s = _index_work(plan)

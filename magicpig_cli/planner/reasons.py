@@ -12,6 +12,11 @@ from magicpig_cli.units import format_bytes
 
 _ROWS = {"float32": "parity mode", "bfloat16": "half the memory of float32", "int8": "a quarter of the memory, coarser"}
 
+_QUANTIZED_BY = {
+    "int8": "torchao, a scale per row; half the memory of bfloat16, but longer steps, as each product casts",
+    "int4": "bitsandbytes NF4, a scale for 64 values; a quarter of the memory, coarser",
+}
+
 
 def of(
     plan: Plan, hardware: Hardware, settings: Settings, profile: Profile, why: str, *, wanted: int,
@@ -171,9 +176,13 @@ def _threads(plan: Plan, hardware: Hardware, settings: Settings, profile: Profil
 
 
 def _weights(plan: Plan, settings: Settings) -> str:
-    asked = settings.model.dtype != "auto" or plan.weight_type == "int8"
+    if plan.shape.published is not None:
+        return f"weights {plan.weight_type}: as they were published; by transformers' own code"
+    asked = settings.model.dtype != "auto" or settings.model.quantize != "none"
     on_gpu = "bfloat16 on GPUs" if plan.gpu is not None else f"the model was published in {plan.shape.dtype}"
     why = "as asked" if asked else on_gpu
+    if plan.gpu is not None and settings.model.quantize != "none":
+        why += f", made of bfloat16 while they are read; {_QUANTIZED_BY[plan.weight_type]}"
     if plan.windows_on_host and plan.weight_type != "float32":
         why += "; multiplied as such while generating, in float32 while reading a prompt"
     return f"weights {plan.weight_type}: {why}"

@@ -76,10 +76,13 @@ def _options(hardware: Hardware, shape: ModelShape, settings: Settings) -> Itera
     """Options that take less memory than what was asked for, the ones that cost least first."""
     attention, model = settings.attention, settings.model
     on_gpu = hardware.gpu_of(model.device) is not None
-    if model.quantize == "none" and read_dtype(model.dtype, shape.dtype, on_gpu=on_gpu) == "float32":
+    plain = shape.published is None and model.quantize == "none"
+    if plain and read_dtype(model.dtype, shape.dtype, on_gpu=on_gpu) == "float32":
         yield "--dtype bfloat16", lambda s: replace(s, model=replace(s.model, dtype="bfloat16"))
-    if not on_gpu and model.quantize == "none":
+    if plain:
         yield "--quantize int8", lambda s: replace(s, model=replace(s.model, quantize="int8"))
+    if on_gpu and shape.published is None and model.quantize != "int4":
+        yield "--quantize int4", lambda s: replace(s, model=replace(s.model, quantize="int4"))
     if attention.K is not None or attention.L is not None:
         yield "-K 8 -L 75", lambda s: replace(s, attention=replace(s.attention, K=8, L=75))
     if attention.kv_dtype != "int8":
@@ -125,10 +128,7 @@ def _larger_gpu(fits: Fits, hardware: Hardware, shape: ModelShape, settings: Set
 def _smaller_model(fits: Fits, hardware: Hardware, shape: ModelShape, settings: Settings) -> str | None:
     """How many parameters a model like this one may have."""
     for share in (0.75, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05):
-        smaller = replace(
-            shape, params=round(share * shape.params), expert_params=round(share * shape.expert_params),
-            int8_extra_bytes=round(share * shape.int8_extra_bytes),
-        )  # fmt: skip
+        smaller = shape.scaled(share)
         if _works(fits, hardware, smaller, settings):
             return f"a model like it of {format_count(smaller.params)} parameters"
     return None

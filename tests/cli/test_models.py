@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from magicpig_cli.cli import app
@@ -84,7 +86,7 @@ def test_the_sum_of_a_plan_is_written_out(tmp_path, capsys):
     assert memory["gpu"]["name"] == "NVIDIA GeForce RTX 4090"
     assert {"weights", "reserve", "activations", "windows"} <= {part["name"] for part in memory["device"]}
     assert [entry["batch"] for entry in report["predicted"]] == [1, report["batch_size"]]
-    assert all(entry["tpot_ms"] is None and entry["missing"] for entry in report["predicted"])
+    assert all(entry["tpot_ms"] > 0 and entry["assumed"] and not entry["missing"] for entry in report["predicted"])
     assert any(line.startswith("profile rtx4090: ") for line in report["plan"])
 
     assert app.run(["models", "check", model, *arguments]) == 0
@@ -94,6 +96,91 @@ def test_the_sum_of_a_plan_is_written_out(tmp_path, capsys):
     assert "of 64.0 GiB free" in page
     for line in report["plan"]:
         assert line in page
+
+
+FITS_96K = ["bfloat16", "int8", "int4"]
+
+
+def test_every_form_of_weights_at_long_contexts_side_by_side(tmp_path, capsys):
+    """Must show 5 of step 7: plan, bytes and milliseconds of Llama-3.1-8B, each with its arithmetic."""
+    model = folder(tmp_path / "llama", "llama", **LLAMA_8B, dtype="bfloat16", tie_word_embeddings=False)
+    arguments = ["--assume-gpu", "rtx4090", "--assume-memory", "64GiB"]
+    code, report = check(capsys, model, *arguments)
+    assert code == 0
+    found = {(entry["weights"], entry["context"]): entry for entry in report["forms"]}
+    assert list(found) == [(form, tokens) for form in FITS_96K for tokens in (98_304, 131_072)]
+    weights = {"bfloat16": 16_060_522_496, "int8": 9_088_081_920, "int4": 6_027_747_328}
+    for (form, tokens), entry in found.items():
+        assert entry["problem"] is None
+        assert entry["device_bytes"] == sum(part["bytes"] for part in entry["device"]) <= entry["device_free_bytes"]
+        assert (
+            entry["host_bytes"] == sum(part["bytes"] for part in entry["host"]) <= entry["host_free_bytes"] == 64 << 30
+        )
+        assert entry["device"][0]["bytes"] == weights[form]
+        rows = next(part for part in entry["host"] if part["name"] == "keys and values")
+        assert rows["bytes"] == 32 * 8 * (tokens + 1024) * 512
+        assert entry["tpot_ms"] == pytest.approx(sum(entry["stages_ms"].values()))
+        assert entry["tpot_ms"] == pytest.approx(sum(term["ms"] for term in entry["terms"]))
+        assert all(part["formula"] for part in (*entry["device"], *entry["host"], *entry["terms"]))
+        assert any("1,008 GB/s" in line for line in entry["assumed"])
+    assert found["int4", 98_304]["tpot_ms"] < found["bfloat16", 98_304]["tpot_ms"] < found["int8", 98_304]["tpot_ms"]
+
+    assert app.run(["models", "check", model, *arguments]) == 0
+    page = capsys.readouterr().out
+    for entry in report["forms"]:
+        assert f"{entry['weights']}, {entry['context']:,} tokens, attention auto 2%" in page
+        for part in (*entry["device"], *entry["host"]):
+            assert part["formula"] in page
+    assert "int8 is cast to bfloat16 first = 34.90 GB / 756 GB/s" in page
+    assert "assumed, not measured: products reach 75% of 1,008 GB/s" in page
+
+
+def test_a_form_that_does_not_fit_says_the_sum_and_what_would(tmp_path, capsys):
+    model = folder(tmp_path / "llama", "llama", **LLAMA_8B, dtype="bfloat16")
+    arguments = ["--assume-gpu", "rtx3060", "--assume-memory", "32GiB", "-c", "96k"]
+    code, report = check(capsys, model, *arguments)
+    assert code == 1  # as bfloat16, which is what was asked about
+    plain, int8, int4 = report["forms"]
+    assert "no room: 15.0 GiB weights + " in plain["problem"]
+    assert "--quantize int8" in plain["hint"]
+    assert int8["problem"] is int4["problem"] is None
+    app.run(["models", "check", model, *arguments])
+    page = capsys.readouterr().out
+    assert "does not fit" in page
+    assert plain["problem"] in page
+    assert plain["hint"] in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["-c", "8k"], [("bfloat16", 8192), ("int8", 8192), ("int4", 8192)]),
+        (["--quantize", "int4"], [("int4", 32_768)]),
+        (["--quantize", "int8", "-c", "4k"], [("int8", 4096)]),
+        (["--device", "cpu"], None),
+    ],
+)
+def test_what_was_asked_for_is_compared_alone(tmp_path, capsys, arguments, wanted):
+    """Models without such long contexts are compared at their own."""
+    model = folder(tmp_path / "small", "llama", **SMALL)
+    gpu = [] if wanted is None else ["--assume-gpu", "L20"]
+    code, report = check(capsys, model, *gpu, *arguments)
+    assert code == 0
+    found = [(entry["weights"], entry["context"]) for entry in report.get("forms", [])]
+    assert found == (wanted or [])
+
+
+def test_a_published_quantized_model_has_one_form_and_the_bytes_of_its_files(tmp_path, capsys):
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    model = folder(tmp_path / "small", "llama", **SMALL, quantization_config=quantization)
+    _, estimated = check(capsys, model, "--assume-gpu", "L20")
+    assert [entry["weights"] for entry in estimated["forms"]] == ["gptq"]
+    assert "estimated from its config" in estimated["forms"][0]["device"][0]["formula"]
+    save_file({"qweight": torch.zeros(100, 8, dtype=torch.int32)}, tmp_path / "small" / "model.safetensors")
+    _, counted = check(capsys, model, "--assume-gpu", "L20")
+    assert counted["forms"][0]["device"][0]["bytes"] == 100 * 8 * 4
+    assert app.run(["models", "check", model, "--quantize", "int8"]) == 1
+    assert "published quantized (gptq)" in capsys.readouterr().out
 
 
 def test_an_assumed_machine_refuses_too(tmp_path, capsys):

@@ -245,7 +245,7 @@ def test_system_prompt_from_a_file(caught, tmp_path):
         (["-c", "0"], "--context: a context of 0"),
         (["--attention", "topk"], "--attention: 'topk' is unknown"),
         (["--dtype", "float16"], "--dtype: 'float16'"),
-        (["--quantize", "int4"], "--quantize: 'int4'"),
+        (["--quantize", "int2"], "--quantize: 'int2'"),
         (["--device", "gpu"], "--device: 'gpu'"),
         (["--dense-layers", "a"], "--dense-layers: 'a'"),
         (["--chat-template", "/no/such"], "--chat-template: cannot read /no/such: No such file"),

@@ -278,7 +278,7 @@ def test_a_file_is_not_a_model(original):
 
 def test_weights_larger_than_memory_are_refused_before_reading(original, monkeypatch):
     machine = dataclasses.replace(hardware.probe(), memory_free=300_000)
-    monkeypatch.setattr(loader.hardware, "probe", lambda: machine)
+    monkeypatch.setattr(hardware, "probe", lambda: machine)
     with pytest.raises(MemoryBudgetError) as caught:
         load(original)
     assert "489.8 KiB as float32, and 293.0 KiB of memory are free" in caught.value.message

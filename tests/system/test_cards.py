@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from magicpig_cli.cards import assumed, card, names
+from magicpig_cli.cards import assumed, card, described, names
 from magicpig_cli.errors import UsageError
+from magicpig_cli.gpus import Gpu
 from magicpig_cli.profiles import choose
 from tests.system.test_planner import DESKTOP
 
@@ -32,6 +33,7 @@ def test_a_card_by_name_or_part_of_it(text, name):
     assert found.name == name
     assert found.free_bytes == found.total_bytes > 8 * GIB
     assert found.pcie_lanes is not None
+    assert found.memory_bytes_s > 100e9
 
 
 @pytest.mark.parametrize("text", ["", "   ", "RTX 9999", "GTX", "409", "[/b]"])
@@ -59,3 +61,8 @@ def test_an_assumed_machine_has_what_was_said_and_the_rest_of_this_one():
     assert assumed(DESKTOP, None, None) == DESKTOP
     with pytest.raises(UsageError, match="0 B"):
         assumed(DESKTOP, None, 0)
+
+
+def test_data_sheets_are_known_by_the_names_that_drivers_give():
+    found = described(replace(DESKTOP, gpus=(replace(card("4090"), memory_bytes_s=None), Gpu(1, "Other", GIB, GIB))))
+    assert [gpu.memory_bytes_s for gpu in found.gpus] == [1008e9, None]

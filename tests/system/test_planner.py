@@ -12,9 +12,10 @@ from magicpig_cli.config import JOINED_ROWS, TAIL_ROOM, TAIL_ROWS, AttentionOpti
 from magicpig_cli.errors import ContextError, MemoryBudgetError, ModelError, UsageError
 from magicpig_cli.hardware import Gpu, Hardware
 from magicpig_cli.kernels import MAX_SEGMENT_ROWS
+from magicpig_cli.model.published import Published
 from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.planner import most_segments, plan
-from magicpig_cli.planner.memory import reserved_host
+from magicpig_cli.planner.memory import device, reserved_host
 from magicpig_cli.profiles import BUILT_IN
 
 GIB = 1 << 30
@@ -196,7 +197,7 @@ def test_windowed_layers_are_never_sampled():
         ({"dense_layers": (-1,)}, "layer -1"),
         ({"mode": "topk"}, "topk"),
         ({"kv_dtype": "float16"}, "float16"),
-        ({"quantize": "int4"}, "int4"),
+        ({"quantize": "int2"}, "int2"),
         ({"context": 0}, "0 tokens"),
     ],
 )
@@ -290,12 +291,78 @@ def test_experts_of_a_mixture_stay_float32():
     )
 
 
-def test_int8_is_refused_on_a_gpu():
-    machine = replace(DESKTOP, gpus=(Gpu(0, "Some GPU", 24 * GIB, 23 * GIB),))
-    for device in ("auto", "cuda", "cuda:0"):
-        with pytest.raises(UsageError, match="on a GPU it cannot be used yet"):
-            plan(machine, LLAMA_8B, settings(quantize="int8", device=device))
-    assert plan(machine, LLAMA_8B, settings(quantize="int8", device="cpu")).weight_type == "int8"
+ON_GPU = replace(DESKTOP, gpus=(Gpu(0, "Some GPU", 24 * GIB, 23 * GIB),))
+LINEAR, ROWS = 6_979_321_856, 1_376_256  # of Llama-3.1-8B: weights of linear layers, and their output rows
+LLAMA_SIZES = replace(LLAMA_8B, linear_params=LINEAR, linear_rows=ROWS, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("quantize", "size", "formula"),
+    [
+        ("none", 8_030_261_248 * 2, "8,030,261,248 values as bfloat16"),
+        (
+            "int8", LINEAR + 5 * ROWS + (8_030_261_248 - LINEAR) * 2,
+            "6,979,321,856 values of linear layers × 1 B + 1,376,256 rows × 5 B for their scales + "
+            "1,050,939,392 others as bfloat16",
+        ),
+        (
+            "int4", LINEAR // 2 + LINEAR // 64 * 4 + (8_030_261_248 - LINEAR) * 2,
+            "6,979,321,856 values of linear layers × 0.5 B + 109,051,904 scales of 64 values × 4 B + "
+            "1,050,939,392 others as bfloat16",
+        ),
+    ],
+)  # fmt: skip
+def test_bytes_of_weights_on_a_gpu(quantize, size, formula):
+    chosen = plan(ON_GPU, LLAMA_SIZES, settings(quantize=quantize))
+    assert (chosen.weights_bytes, chosen.device_weights_bytes) == (0, size)
+    weights = device(chosen, 1)[0]
+    assert (weights.name, weights.bytes, weights.formula) == ("weights", size, formula)
+    assert any(line.startswith(f"weights {chosen.weight_type}: ") for line in chosen.reasons)
+
+
+def test_experts_on_a_gpu_stay_bfloat16():
+    mixture = replace(LLAMA_SIZES, expert_params=5_000_000_000, linear_params=1_000_000_000, linear_rows=1000)
+    chosen = plan(ON_GPU, mixture, settings(quantize="int8"))
+    assert chosen.device_weights_bytes == 1_000_000_000 + 5000 + 7_030_261_248 * 2
+
+
+PUBLISHED = replace(LLAMA_8B, dtype="bfloat16", published=Published("gptq", 5_700_000_000, 2_100_000_000, counted=True))
+
+
+def test_weights_that_were_published_quantized_count_as_their_files():
+    here = plan(ON_GPU, PUBLISHED, Settings())
+    assert (here.weight_type, here.device_weights_bytes) == ("gptq", 5_700_000_000)
+    assert device(here, 1)[0].formula == "5,700,000,000 B of gptq weights, in its files"
+    chosen = plan(DESKTOP, PUBLISHED, Settings())
+    assert chosen.weights_bytes == 7_800_000_000  # what was bfloat16 becomes float32
+    formula = reserved_host(chosen, 1)[0].formula
+    assert formula.endswith("in its files + 2,100,000,000 B more for what becomes float32")
+
+
+@pytest.mark.parametrize(
+    ("machine", "shape", "options", "words"),
+    [
+        (DESKTOP, LLAMA_8B, {"quantize": "int4"}, "--quantize int4 is for GPUs"),
+        (ON_GPU, LLAMA_8B, {"quantize": "int8", "dtype": "float32"}, "--dtype float32 with quantized weights"),
+        (ON_GPU, PUBLISHED, {"quantize": "int8"}, r"published quantized \(gptq\)"),
+        (DESKTOP, PUBLISHED, {"quantize": "int8"}, r"published quantized \(gptq\)"),
+        (DESKTOP, PUBLISHED, {"dtype": "bfloat16"}, "what is not quantized is float32 on a CPU"),
+    ],
+)
+def test_forms_of_weights_that_cannot_be_had(machine, shape, options, words):
+    with pytest.raises(UsageError, match=words) as caught:
+        plan(machine, shape, settings(**options))
+    assert caught.value.hint
+    assert plan(ON_GPU, LLAMA_SIZES, settings(quantize="int8", device="cpu")).weight_type == "int8"
+
+
+def test_a_gpu_too_small_for_bfloat16_is_answered_with_quantized_weights():
+    small = replace(DESKTOP, gpus=(Gpu(0, "Small GPU", 12 * GIB, 12 * GIB),))
+    with pytest.raises(MemoryBudgetError, match=r"15\.0 GiB weights") as caught:
+        plan(small, LLAMA_SIZES, settings(context=98_304))
+    assert "--quantize int8" in caught.value.hint
+    assert "--quantize int4" in caught.value.hint
+    assert plan(small, LLAMA_SIZES, settings(context=98_304, quantize="int4")).device_weights_bytes < 7 * GIB
 
 
 def test_the_budget_is_the_same_before_and_after_loading():

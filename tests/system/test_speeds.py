@@ -256,6 +256,7 @@ def test_on_a_machine_that_is_never_idle_the_best_of_a_few_is_kept(meter, monkey
 
 def test_copies_for_which_a_gpu_had_no_room_are_measured_again(meter, monkeypatch):
     copied = replace(FOUND, host_to_device_bytes_s=20e9, device_to_host_bytes_s=10e9, cpu_share=0.9)
+    copied = replace(copied, device_product_bytes_s=700e9)
     meter.results = [FOUND, copied, FOUND]
     up = []
     for _ in range(4):
@@ -263,6 +264,16 @@ def test_copies_for_which_a_gpu_had_no_room_are_measured_again(meter, monkeypatc
         up.append(ask(gpu=CARD).host_to_device_bytes_s)
     assert up == [None, 20e9, 20e9, 20e9]
     assert meter.times == 2
+
+
+def test_a_gpu_of_which_only_copies_are_known_is_measured_again(meter, monkeypatch):
+    copied = replace(FOUND, host_to_device_bytes_s=20e9, device_to_host_bytes_s=10e9)
+    meter.results = [copied, replace(copied, device_product_bytes_s=700e9)]
+    products = []
+    for _ in range(3):
+        new_process(monkeypatch)
+        products.append(ask(gpu=CARD).device_product_bytes_s)
+    assert products == [None, 700e9, 700e9]
 
 
 def _one_of_many(folder: Path, started, results) -> None:

@@ -1,0 +1,40 @@
+"""A decode step as a sum of terms, each with its arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from magicpig_cli.events import STAGES
+from magicpig_cli.planner.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """An addend of a step."""
+
+    stage: str  # events.STAGES
+    seconds: float
+    formula: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """What a step takes."""
+
+    terms: tuple[Term, ...]  # none where the machine was not measured
+    missing: tuple[str, ...] = ()  # what is left out
+    assumed: tuple[str, ...] = ()  # what it rests on that was not measured
+
+    @property
+    def stages_ms(self) -> dict[str, float]:
+        """Stage → milliseconds; empty where there are no terms."""
+        stages = dict.fromkeys(STAGES, 0.0) if self.terms else {}
+        for term in self.terms:
+            stages[term.stage] += 1e3 * term.seconds
+        return stages
+
+
+def exact_keys(plan: Plan, tokens: int, sampled: int) -> int:
+    """Keys per KV head that all layers but the sampled ones attend to exactly."""
+    windows = [min(tokens, window) for window in plan.shape.layer_windows if window is not None]
+    return max(0, (len(plan.shape.full_layers) - sampled) * tokens + sum(windows))
