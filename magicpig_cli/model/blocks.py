@@ -136,12 +136,12 @@ def _own_calls(model: PreTrainedModel, layers: list[nn.Module]) -> dict[nn.Modul
     return calls
 
 
-def run_trial(model: PreTrainedModel, trial: _Trial | None = None) -> None:
+def run_trial(model: PreTrainedModel, trial: Trial | None = None) -> None:
     """One decode step of two tokens, in which attention only notes what it is given. Raises what the model raises."""
     ids = torch.arange(len(_POSITIONS), device=model.device).unsqueeze(1) + 1
     positions = torch.tensor(_POSITIONS, device=model.device).unsqueeze(1)
     with torch.inference_mode():
-        hook.run(model, ids, positions, trial or _Trial())
+        hook.run(model, ids, positions, trial or Trial())
 
 
 @contextmanager
