@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from magicpig_cli.bench.launch import STEPS, launch_ms, measure
+from tests.model.recorded import in_segments
 from tests.model.test_parity import greedy, make_runner
-from tests.model.test_segments import in_segments
 from tests.tiny import tiny_model
 
 
