@@ -21,12 +21,14 @@ from magicpig_cli.planner.steps import StepTime, Term, exact_keys
 # Rapids, D = 64, 3 heads per group) and 2.0 (Genoa, D = 128, 4 heads).
 MULTIPLY_ADDS_PER_BYTE = 1.6
 # What a step does beside products and kernels, in the time of so many small operators of torch called from Python:
-LAYER_OPERATORS = 45  # of a block that the kernels compute: torch modules around them, and attention's own (013, 019)
+CALL_OPERATORS = 40  # a call of the attention kernel, or of a block's: checks, pieces, and sharing them out
+LAYER_OPERATORS = (
+    45 + 2 * CALL_OPERATORS
+)  # of a block that the kernels compute: modules around it, two calls (013, 019)
 OWN_LAYER_OPERATORS = 160  # of one that runs its family's code: norms, rotary embedding, activations, modules (007)
 CACHE_OPERATORS = 8  # of a layer for each sequence
 SAMPLED_OPERATORS = (30, 5)  # of a sampled layer beside that, and for each sequence a piece of its index's maintenance
 SCAN_BITS = 128  # of the signatures whose scan was measured
-CALL_OPERATORS = 40  # a call of the attention kernel: checks, pieces, and sharing them out
 HASH_OPERATORS = 14  # a call of the hash kernel, which is shorter
 VISIT_SKEW = 1.7  # ids visited over those of uniform buckets: 1.4–2.0 on real keys (EVIDENCE.md section 1)
 GROUP_POWER = 0.75  # the union of a group's heads is what G^0.75 independent heads would read: 2.3× one head for G = 3
