@@ -22,9 +22,7 @@ from magicpig_cli.planner.steps import StepTime, Term, exact_keys
 MULTIPLY_ADDS_PER_BYTE = 1.6
 # What a step does beside products and kernels, in the time of so many small operators of torch called from Python:
 CALL_OPERATORS = 40  # a call of the attention kernel, or of a block's: checks, pieces, and sharing them out
-LAYER_OPERATORS = (
-    45 + 2 * CALL_OPERATORS
-)  # of a block that the kernels compute: modules around it, two calls (013, 019)
+LAYER_OPERATORS = 45 + 2 * CALL_OPERATORS  # of a block that the kernels compute: modules around it, and two calls
 OWN_LAYER_OPERATORS = 160  # of one that runs its family's code: norms, rotary embedding, activations, modules (007)
 CACHE_OPERATORS = 8  # of a layer for each sequence
 SAMPLED_OPERATORS = (30, 5)  # of a sampled layer beside that, and for each sequence a piece of its index's maintenance
