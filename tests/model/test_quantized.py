@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from magicpig_cli import hardware
 from magicpig_cli.config import ModelOptions
 from magicpig_cli.errors import MemoryBudgetError, ModelError, UsageError
-from magicpig_cli.model import loader, published, quantized, reading
+from magicpig_cli.model import fingerprint, linear, loader, published, quantized, reading
 from magicpig_cli.model.shape import shape_from_config
 from magicpig_cli.model.stored import StoredLinear
 from magicpig_cli.planner.forms import on_device, total
@@ -189,6 +189,48 @@ def test_what_transformers_cannot_multiply_here_is_said_when_it_is_loaded(folder
     monkeypatch.setattr(loader.blocks, "run_trial", fail)
     with pytest.raises(ModelError, match="cannot be multiplied here: no kernel image is available"):
         load(folder)
+
+
+class Packed(nn.Module):
+    """What some quantizers put in the place of a linear layer: integers and scales as buffers."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        self.register_buffer("qweight", (weight / scale).round().to(torch.int8))
+        self.register_buffer("scales", scale.bfloat16())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.qweight * self.scales).to(x.dtype).T
+
+
+def with_packed_layer() -> tuple[PreTrainedModel, Packed]:
+    model = tiny_model("llama", **SIZES).bfloat16()
+    packed = Packed(model.model.layers[1].mlp.up_proj.weight.detach().float())
+    model.model.layers[1].mlp.up_proj = packed
+    model.is_quantized = True
+    return model, packed
+
+
+def test_scales_beside_packed_weights_keep_their_type():
+    model, packed = with_packed_layer()
+    linear.hold(model, "float32")
+    assert (packed.qweight.dtype, packed.scales.dtype) == (torch.int8, torch.bfloat16)
+    others = [p.dtype for name, p in model.named_parameters()]
+    assert set(others) == {torch.float32}
+    loader.blocks.compute_by_kernels(model)
+    assert "forward" in vars(model.model.layers[0])
+    assert "forward" not in vars(model.model.layers[1])  # a block that the kernels do not know
+    loader.blocks.run_trial(model)
+
+
+@pytest.mark.parametrize("part", ["qweight", "scales"])
+def test_a_fingerprint_sees_what_is_packed_in_buffers(part):
+    model, packed = with_packed_layer()
+    before = fingerprint.of_weights(model)
+    assert before == fingerprint.of_weights(with_packed_layer()[0])
+    getattr(packed, part).view(torch.int8)[:] += 1
+    assert fingerprint.of_weights(model) != before
 
 
 # Refused
