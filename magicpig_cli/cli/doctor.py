@@ -162,6 +162,8 @@ def _speeds(speeds: Speeds) -> Iterator[tuple[str, str]]:
     if speeds.host_to_device_bytes_s and speeds.device_to_host_bytes_s:
         there, back = _gb_s(speeds.host_to_device_bytes_s), _gb_s(speeds.device_to_host_bytes_s)
         yield "GPU copies", f"{there} there, {back} back, from pinned memory"
+    if speeds.device_product_bytes_s:
+        yield "GPU weights", f"bfloat16 {_gb_s(speeds.device_product_bytes_s)}, by a product with one row"
 
 
 def _gb_s(bytes_s: float) -> str:

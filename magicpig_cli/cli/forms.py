@@ -50,7 +50,7 @@ def _entry(
     there, here, found = device(chosen, 1), reserved_host(chosen, tokens), predict(chosen, tokens)
     assert chosen.gpu is not None
     return entry | {
-        "problem": None, "hint": None, "attention": chosen.title,
+        "problem": None, "hint": None, "attention": chosen.title, "threads": chosen.threads,
         "device": _parts(there), "device_bytes": total(there), "device_free_bytes": chosen.gpu.free_bytes,
         "host": _parts(here), "host_bytes": total(here), "host_free_bytes": chosen.budget_bytes + chosen.host_reserve,
         "tpot_ms": found.ms_per_token, "stages_ms": dict(found.stages_ms),
@@ -73,8 +73,10 @@ def show(entries: list[dict[str, Any]]) -> None:
     for entry in entries:
         print()
         print("\n".join(_arithmetic(entry)))
+    if threads := next((entry["threads"] for entry in entries if not entry["problem"]), None):
+        print(f"\nattention on the host is told as of this machine, with {threads} threads")
     if assumed := list(dict.fromkeys(line for entry in entries for line in entry.get("assumed", ()))):
-        print("\nassumed, not measured: " + "; ".join(assumed))
+        print("assumed, not measured: " + "; ".join(assumed))
 
 
 def _rows(entry: dict[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -39,13 +39,13 @@ def model_from(
 
     Raises UsageError, ModelError or MemoryBudgetError.
     """
-    published.refuse_twice(published.method_of(config), options.quantize)
+    published.refuse_quantize(published.method_of(config), options.quantize, on_gpu=device.type != "cpu")
     quantized.check_published(config, name, device)
     made = quantized.config_of(options.quantize) if _is_made(options, device) else None
     placed = made is not None or published.method_of(config) is not None
     weights.check(folder)
     _check_memory(folder, name, config, device, dtype, placed=placed)
-    more: dict[str, Any] = {"device_map": {"": device}} if placed else {}
+    more: dict[str, Any] = {"device_map": {"": _numbered(device)}} if placed else {}
     if made is not None:
         more["quantization_config"] = made
     try:
@@ -64,6 +64,11 @@ def model_from(
     except torch.OutOfMemoryError as problem:
         raise _too_large(name, device, published.stored_bytes(folder)) from problem
     return model  # type: ignore[no-any-return]
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """`cuda` as `cuda:0`: not every quantizer takes one without a number."""
+    return device if device.type == "cpu" else torch.device(device.type, device.index or 0)
 
 
 def _is_made(options: ModelOptions, device: torch.device) -> bool:
@@ -126,6 +131,7 @@ def random_model(
     config: PretrainedConfig, device: torch.device, dtype: torch.dtype, options: ModelOptions, report: Report
 ) -> PreTrainedModel:
     """The same random weights for the same config, on the device at once; on a GPU made int8 or int4 if asked for."""
+    published.refuse_quantize(None, options.quantize, on_gpu=device.type != "cpu")
     made = _is_made(options, device)
     report(LoadProgress("drawing random weights"))
     with (

@@ -20,7 +20,7 @@ from magicpig_cli.config import (
 )
 from magicpig_cli.errors import ContextError, ModelError, UsageError
 from magicpig_cli.hardware import Hardware
-from magicpig_cli.model.published import refuse_dtype, refuse_twice
+from magicpig_cli.model.published import refuse_dtype, refuse_quantize
 from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.planner.plan import Plan
 from magicpig_cli.units import MAX_SIZE
@@ -66,14 +66,10 @@ def _check_choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def _check_weights(shape: ModelShape, model: ModelOptions, *, on_gpu: bool) -> None:
-    if shape.published is not None:
-        refuse_twice(shape.published.method, model.quantize)
-        refuse_dtype(shape.published.method, model.dtype, on_gpu=on_gpu)
-    elif model.quantize == "int4" and not on_gpu:
-        raise UsageError(
-            "--quantize int4 is for GPUs: on a CPU a step would take longer than with int8, and err more",
-            hint="--quantize int8",
-        )
+    method = None if shape.published is None else shape.published.method
+    refuse_quantize(method, model.quantize, on_gpu=on_gpu)
+    if method is not None:
+        refuse_dtype(method, model.dtype, on_gpu=on_gpu)
     elif model.quantize != "none" and on_gpu:
         refuse_dtype(model.quantize, model.dtype, on_gpu=True)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from magicpig_cli.planner.forms import WEIGHT_BYTES
 from magicpig_cli.planner.plan import Plan
-from magicpig_cli.planner.times import CACHE_OPERATORS, OWN_LAYER_OPERATORS
+from magicpig_cli.planner.times import LAYER_OPERATORS
 
 # Multiply-adds per second of attention to earlier keys, over those of the products: torch's flash kernel, softmax and
 # the cast of rows included.
@@ -55,7 +55,7 @@ class PromptTimes:
         everything = shape.params - shape.lookup_params - output
         read = everything * WEIGHT_BYTES[plan.weight_type] / sequential
         cast = 0.0 if plan.weight_type == "float32" else read + everything * 4 / sequential
-        operators = shape.layers * (OWN_LAYER_OPERATORS + CACHE_OPERATORS) * speeds.operator_us * 1e-6
+        operators = shape.layers * sum(LAYER_OPERATORS) * speeds.operator_us * 1e-6
         last = output * WEIGHT_BYTES[plan.weight_type] / (speeds.product_bytes_s[plan.weight_type] * share)
         threads = min(plan.threads, speeds.threads)
         signs, sorted_s = _index_work(plan)

@@ -21,12 +21,11 @@ from magicpig_cli.planner.steps import StepTime, Term, exact_keys
 # Rapids, D = 64, 3 heads per group) and 2.0 (Genoa, D = 128, 4 heads).
 MULTIPLY_ADDS_PER_BYTE = 1.6
 # What a step does beside products and kernels, in the time of so many small operators of torch called from Python:
-LAYER_OPERATORS = 45  # of a block that the kernels compute: torch modules around them, and attention's own (013, 019)
-OWN_LAYER_OPERATORS = 160  # of one that runs its family's code: norms, rotary embedding, activations, modules (007)
-CACHE_OPERATORS = 8  # of a layer for each sequence
-SAMPLED_OPERATORS = (30, 5)  # of a sampled layer beside that, and for each sequence a piece of its index's maintenance
-SCAN_BITS = 128  # of the signatures whose scan was measured
+# Fitted at 32k tokens, where rows have just streamed through the caches; at 2k it is half (docs/decisions/019).
+LAYER_OPERATORS = (160, 47)  # norms, rotary embedding, activations, modules; and for each sequence its cache
+SAMPLED_OPERATORS = (60, 11)  # of a sampled layer beside that, a piece of maintenance of the index included
 CALL_OPERATORS = 40  # a call of the attention kernel: checks, pieces, and sharing them out
+SCAN_BITS = 128  # of the signatures whose scan was measured
 HASH_OPERATORS = 14  # a call of the hash kernel, which is shorter
 VISIT_SKEW = 1.7  # ids visited over those of uniform buckets: 1.4–2.0 on real keys (EVIDENCE.md section 1)
 GROUP_POWER = 0.75  # the union of a group's heads is what G^0.75 independent heads would read: 2.3× one head for G = 3
@@ -152,15 +151,11 @@ _FINDING = {"lsh": _look_up, "rabitq": _scan}
 
 def _operators(plan: Plan, rates: Rates, batch: int, sampled: int) -> Term:
     """Small operators that take as long as what is neither product nor kernel; of a layer only what a CPU does."""
-    index, upkeep = SAMPLED_OPERATORS
-    layer = 0 if plan.gpu is not None else OWN_LAYER_OPERATORS if _runs_own_code(plan) else LAYER_OPERATORS
-    count = plan.shape.layers * (layer + batch * CACHE_OPERATORS) + sampled * (index + batch * upkeep)
+    (layer, cache), (index, upkeep) = LAYER_OPERATORS, SAMPLED_OPERATORS
+    if plan.gpu is not None:
+        layer = 0  # launches instead
+    count = plan.shape.layers * (layer + batch * cache) + sampled * (index + batch * upkeep)
     return Term("other", count * rates.operator_s, f"{count:,} small operators × {rates.operator_s * 1e6:.1f} µs")
-
-
-def _runs_own_code(plan: Plan) -> bool:
-    """Whether blocks are none that the kernels compute, as far as a shape tells: experts, and what quantizers hold."""
-    return plan.shape.expert_params > 0 or plan.shape.published is not None
 
 
 def _products(plan: Plan, rates: Rates, batch: int) -> Iterator[Term]:

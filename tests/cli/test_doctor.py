@@ -69,11 +69,11 @@ def test_gpus_and_speeds_in_json(machine, monkeypatch, capsys):
     assert report["gpus"] == [
         {
             "index": 0, "name": "NVIDIA L20 [x]", "total_bytes": 48 << 30, "free_bytes": 40 << 30,
-            "pcie_generation": 4, "pcie_lanes": 16,
+            "pcie_generation": 4, "pcie_lanes": 16, "memory_bytes_s": None,
         },
         {
             "index": 2, "name": "other", "total_bytes": 8 << 30, "free_bytes": 1 << 30,
-            "pcie_generation": None, "pcie_lanes": None,
+            "pcie_generation": None, "pcie_lanes": None, "memory_bytes_s": None,
         },
     ]  # fmt: skip
     assert report["speeds"] == dataclasses.asdict(measured)
@@ -85,8 +85,9 @@ def test_gpus_and_speeds_in_json(machine, monkeypatch, capsys):
 def test_page(machine, monkeypatch, capsys):
     machine(gpus=CARDS)
     measured = dataclasses.replace(
-        STEADY_SPEEDS, threads=8, host_to_device_bytes_s=25e9, device_to_host_bytes_s=24e9, cpu_share=0.55
-    )
+        STEADY_SPEEDS, threads=8, host_to_device_bytes_s=25e9, device_to_host_bytes_s=24e9,
+        device_product_bytes_s=700e9, cpu_share=0.55,
+    )  # fmt: skip
     monkeypatch.setattr(speeds, "load_or_measure", lambda *_, **__: measured)
     assert app.run(["doctor"]) == 0
     lines = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
@@ -100,6 +101,7 @@ def test_page(machine, monkeypatch, capsys):
     assert "45% of the cores" in lines["disturbed"]
     assert "magicpig doctor --measure" in lines["disturbed"]
     assert lines["GPU copies"].endswith("25.0 GB/s there, 24.0 GB/s back, from pinned memory")
+    assert lines["GPU weights"].endswith("bfloat16 700.0 GB/s, by a product with one row")
 
 
 def test_page_of_a_machine_that_could_not_be_measured(machine, monkeypatch, capsys):

@@ -132,6 +132,7 @@ def test_every_form_of_weights_at_long_contexts_side_by_side(tmp_path, capsys):
         for part in (*entry["device"], *entry["host"]):
             assert part["formula"] in page
     assert "int8 is cast to bfloat16 first = 34.90 GB / 756 GB/s" in page
+    assert f"as of this machine, with {report['forms'][0]['threads']} threads" in page
     assert "assumed, not measured: products reach 75% of 1,008 GB/s" in page
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from magicpig_cli import hardware
 from magicpig_cli.config import ModelOptions
 from magicpig_cli.errors import MemoryBudgetError, ModelError, UsageError
-from magicpig_cli.model import loader, published, quantized, reading
+from magicpig_cli.model import fingerprint, linear, loader, published, quantized, reading
 from magicpig_cli.model.shape import shape_from_config
 from magicpig_cli.model.stored import StoredLinear
 from magicpig_cli.planner.forms import on_device, total
@@ -191,6 +191,48 @@ def test_what_transformers_cannot_multiply_here_is_said_when_it_is_loaded(folder
         load(folder)
 
 
+class Packed(nn.Module):
+    """What some quantizers put in the place of a linear layer: integers and scales as buffers."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        self.register_buffer("qweight", (weight / scale).round().to(torch.int8))
+        self.register_buffer("scales", scale.bfloat16())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.qweight * self.scales).to(x.dtype).T
+
+
+def with_packed_layer() -> tuple[PreTrainedModel, Packed]:
+    model = tiny_model("llama", **SIZES).bfloat16()
+    packed = Packed(model.model.layers[1].mlp.up_proj.weight.detach().float())
+    model.model.layers[1].mlp.up_proj = packed
+    model.is_quantized = True
+    return model, packed
+
+
+def test_scales_beside_packed_weights_keep_their_type():
+    model, packed = with_packed_layer()
+    linear.hold(model, "float32")
+    assert (packed.qweight.dtype, packed.scales.dtype) == (torch.int8, torch.bfloat16)
+    others = [p.dtype for name, p in model.named_parameters()]
+    assert set(others) == {torch.float32}
+    loader.blocks.compute_by_kernels(model)
+    assert "forward" in vars(model.model.layers[0])
+    assert "forward" not in vars(model.model.layers[1])  # a block that the kernels do not know
+    loader.blocks.run_trial(model)
+
+
+@pytest.mark.parametrize("part", ["qweight", "scales"])
+def test_a_fingerprint_sees_what_is_packed_in_buffers(part):
+    model, packed = with_packed_layer()
+    before = fingerprint.of_weights(model)
+    assert before == fingerprint.of_weights(with_packed_layer()[0])
+    getattr(packed, part).view(torch.int8)[:] += 1
+    assert fingerprint.of_weights(model) != before
+
+
 # Refused
 
 
@@ -232,6 +274,13 @@ def test_options_that_do_not_go_with_published_weights(options, words, folder):
     with pytest.raises(UsageError, match=words) as caught:
         load(folder, **options)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_int4_is_refused_on_a_cpu(load_format, original):
+    with pytest.raises(UsageError, match="--quantize int4 is for GPUs") as caught:
+        load(original, quantize="int4", load_format=load_format)
+    assert caught.value.hint == "--quantize int8"
 
 
 @needs("compressed_tensors")
@@ -302,6 +351,7 @@ MADE = [
 def as_on_a_gpu(monkeypatch) -> None:
     """What is made on a GPU is made on this CPU: the libraries can do both."""
     monkeypatch.setattr(reading, "_is_made", lambda options, _device: options.quantize != "none")
+    monkeypatch.setattr(published, "refuse_quantize", lambda *_, **__: None)
 
 
 def made(folder: Path, form: str, *, dummy: bool = False) -> PreTrainedModel:

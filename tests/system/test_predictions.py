@@ -91,7 +91,7 @@ def test_time_of_exact_attention_by_hand():
     dense = rows * (512 / 40e9 + 2 * 4 * 128 / (1.6 * 40e9)) + 32 * 40 * 2e-6
     products = LLAMA_8B.params * 4 / 40e9
     assert found.stages_ms["dense"] == pytest.approx(1e3 * dense)
-    assert found.stages_ms["other"] == pytest.approx(1e3 * (products + 32 * (45 + 8) * 2e-6))
+    assert found.stages_ms["other"] == pytest.approx(1e3 * (products + 32 * (160 + 47) * 2e-6))
     assert found.ms_per_token == pytest.approx(sum(found.stages_ms.values()))
     assert all(found.stages_ms[stage] == 0 for stage in ("hash", "retrieve", "attend", "merge", "window"))
 
@@ -150,8 +150,7 @@ def test_experts_are_multiplied_as_float32_whatever_the_others_are():
             predict(planned(shape, mode="exact"), 1, batch).stages_ms["other"] for shape in (mixture, rest)
         )
         rows = max(1.0, 0.55 + 0.45 * batch * 0.25)  # of one expert
-        own_code = 32 * (160 - 45) * 2e-6
-        assert both - without == pytest.approx(1e3 * (rows * used * 4_000_000_000 * 4 / rate + own_code))
+        assert both - without == pytest.approx(1e3 * rows * used * 4_000_000_000 * 4 / rate)
 
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
@@ -180,7 +179,7 @@ def with_gpu(machine: hardware.Hardware = BESIDE_GPU, shape: ModelShape = LLAMA_
 def products_ms(chosen: Plan, batch: int = 1) -> float:
     """What products take: all that `other` has beside small operators and launches."""
     found = predict(chosen, N, batch)
-    beside = 32 * 30 * 5e-6 + (32 * batch * 8 + 31 * (30 + batch * 5)) * 2e-6
+    beside = 32 * 30 * 5e-6 + (32 * batch * 47 + 31 * (60 + batch * 11)) * 2e-6
     return found.stages_ms["other"] - 1e3 * beside
 
 
@@ -247,9 +246,3 @@ def test_terms_add_up_to_the_stages_and_say_how():
         for stage, ms in found.stages_ms.items():
             assert ms == pytest.approx(sum(1e3 * term.seconds for term in found.time.terms if term.stage == stage))
         assert all(term.formula for term in found.time.terms)
-
-
-def test_blocks_that_run_their_own_code_take_more_operators():
-    mixture = replace(LLAMA_8B, expert_params=1)
-    gap = [predict(planned(shape, mode="exact"), 1).stages_ms["other"] for shape in (mixture, LLAMA_8B)]
-    assert gap[0] - gap[1] == pytest.approx(1e3 * 32 * (160 - 45) * 2e-6, rel=1e-3)

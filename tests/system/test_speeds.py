@@ -364,10 +364,11 @@ def test_copies_are_measured_to_the_gpu_that_is_meant(meter, monkeypatch, device
     assert seen == [wanted]
 
 
-def test_copies_to_the_card_that_is_here_say_nothing_about_an_assumed_one(here, meter, monkeypatch):
-    copies = replace(FOUND, host_to_device_bytes_s=20e9, device_to_host_bytes_s=10e9)
+def test_figures_of_the_card_that_is_here_say_nothing_about_an_assumed_one(here, meter, monkeypatch):
+    copies = replace(FOUND, host_to_device_bytes_s=20e9, device_to_host_bytes_s=10e9, device_product_bytes_s=700e9)
     monkeypatch.setattr(speeds, "load_or_measure", lambda *_, **__: copies)
     monkeypatch.setattr(hardware, "probe", lambda: replace(MACHINE, gpus=(CARD,)))
     planning.plan_here(SMOL, Settings())
     planning.plan_here(SMOL, Settings(), assume=lambda machine: assumed(machine, "RTX 4090", None))
-    assert here[1::2] == [copies, replace(copies, host_to_device_bytes_s=None, device_to_host_bytes_s=None)]
+    nothing = {"host_to_device_bytes_s": None, "device_to_host_bytes_s": None, "device_product_bytes_s": None}
+    assert here[1::2] == [copies, replace(copies, **nothing)]
