@@ -7,7 +7,7 @@ devices. (9/3 heads of 64 and 32/8 of 128, chunks of 512 after 4k tokens, 2 thre
 mask gains 1.2×, and on bfloat16 queries and rows the kernel is no faster.)
 
 A decode step reads each row once; on the CPU that is the streaming kernel over the rows where they lie, on another
-device the rows are copied there block by block.
+device the rows are copied there, each block while the one before is multiplied (`cache.staging`).
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def attend_chunk(
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention of a prompt chunk to its history and itself (prefill).
 
-    q: [H, T, D]; rows: the chunk's own [Hkv, T, 2, D]; history: (first position, rows [Hkv, n, 2, D]) pieces;
-    first: position of the chunk's first token; window: keys a query sees, itself included (None = all).
+    q: [H, T, D]; rows: the chunk's own [Hkv, T, 2, D]; history: (first position, rows [Hkv, n, 2, D]) pieces, where
+    q is; first: position of the chunk's first token; window: keys a query sees, itself included (None = all).
     Returns [T, H, D] in q's dtype.
     """
     in_sight = window is None or first + q.shape[1] <= window
     # Not one token alone: the flash kernel splits a single row by the number of threads, which the result then shows.
-    if q.device.type == "cpu" and rule.softcap is None and in_sight and q.shape[1] > 1:
+    if staging.on_host and rule.softcap is None and in_sight and q.shape[1] > 1:
         return _attend_chunk_flash(q, rows, history, rule.scale)
     heads, count, dim = q.shape
     kv_heads = rows.shape[0]
@@ -82,17 +82,24 @@ def attend_chunk(
             mask |= keys <= positions[:, None] - window
         return mask.repeat(group, 1)
 
-    for start, piece in history:
+    for start, piece in _blocks(history):
         stop = start + piece.shape[1]
         if window is not None and stop <= first - window + 1:
             continue  # out of sight even for the chunk's first token
         partly = window is not None and start <= first + count - 1 - window
-        softmax.add(staging.to_device(piece), hidden(start, stop) if partly else None)
+        softmax.add(piece, hidden(start, stop) if partly else None)
     for offset in range(0, count, BLOCK_KEYS):
         stop = min(offset + BLOCK_KEYS, count)
         softmax.add(rows[:, offset:stop], hidden(first + offset, first + stop))
     out, _ = softmax.result()
     return out.reshape(heads, count, dim).transpose(0, 1).to(q.dtype)
+
+
+def _blocks(pieces: Iterable[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Pieces cut to BLOCK_KEYS rows at most."""
+    for start, piece in pieces:
+        for offset in range(0, piece.shape[1], BLOCK_KEYS):
+            yield start + offset, piece[:, offset : offset + BLOCK_KEYS]
 
 
 def _attend_chunk_flash(
@@ -143,12 +150,9 @@ def _float_blocks(history: Iterable[tuple[int, torch.Tensor]], shape: torch.Size
 
 
 def _visible(cache: LayerCache, store_from: int) -> Iterator[torch.Tensor]:
-    """Rows that the newest token sees, as device or host pieces; of the store those from `store_from` on."""
-    if store_from >= cache.store.length and cache.spec.window is None:
-        yield cache.window.valid
-        return
+    """Rows that the newest token sees, on the device; of the store those from `store_from` on."""
     first = cache.first_visible()
-    for start, piece in cache.pieces(at_most=BLOCK_KEYS * 8, store_from=store_from):
+    for start, piece in cache.pieces_there(max(store_from, min(cache.store.length, first - cache.shape.sink))):
         if start + piece.shape[1] > first:
             yield piece[:, max(0, first - start) :]
 
@@ -160,15 +164,27 @@ def attend_step(
 
     q: float32 [B, H, D]; of what the token sees in the store of sequence b, only rows from store_from[b] on.
     """
-    if q.device.type == "cpu":
+    if staging.on_host:
         runs = [cache.runs(start) for cache, start in zip(caches, store_from, strict=True)]
         done = kernels.exact_attend(as_array(q), runs, scale=rule.scale, softcap=rule.softcap, threads=threads)
         return Partial(torch.from_numpy(done.out), torch.from_numpy(done.lse))
+    return _attend_pieces(q, [_visible(cache, start) for cache, start in zip(caches, store_from, strict=True)], rule)
+
+
+def attend_windows(q: torch.Tensor, caches: list[LayerCache], rule: LogitRule) -> Partial:
+    """Attention of one new token per sequence to what its window holds: q float32 [B, H, D], on any device."""
+    return _attend_pieces(q, [iter([cache.window.valid]) for cache in caches], rule)
+
+
+def _attend_pieces(q: torch.Tensor, pieces: list[Iterator[torch.Tensor]], rule: LogitRule) -> Partial:
+    """Attention of q float32 [B, H, D] to the rows [Hkv, n, 2, D] that are given for each sequence, piece by piece."""
     outs, sums = [], []
-    for row, cache, start in zip(q, caches, store_from, strict=True):
-        softmax = _OnlineSoftmax(row.reshape(cache.spec.kv_heads, -1, row.shape[-1]), rule)
-        for piece in _visible(cache, start):
-            softmax.add(staging.to_device(piece))
+    for row, rows in zip(q, pieces, strict=True):
+        softmax: _OnlineSoftmax | None = None
+        for piece in rows:
+            softmax = softmax or _OnlineSoftmax(row.reshape(piece.shape[0], -1, row.shape[-1]), rule)
+            softmax.add(piece)
+        assert softmax is not None, "a token sees itself"
         out, lse = softmax.result()
         outs.append(out.reshape(row.shape))
         sums.append(lse.reshape(row.shape[0]))

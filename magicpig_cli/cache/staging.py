@@ -1,21 +1,311 @@
-"""The one place where tensors cross between host and device.
+"""The one place where tensors cross between host and device, beside what both compute.
 
-On a CPU run both sides are the same memory and nothing is copied.
+    there:  host rows ──> pinned buffer ──copy──> buffer on the device ──event──> the stream that computes
+    back:   the stream that computes ──event──> copy ──> pinned buffer ──event──> the host
+
+Each thread has a stream for each direction, so copies of one kind never wait for the other, and rings of two buffers
+for each purpose: while one is used the next one is copied. Buffers grow when more is asked of them and are kept, so a
+steady state allocates nothing. Where pinning is refused buffers are ordinary memory: copies then take the host's time,
+and nothing else changes. On a CPU run both sides are the same memory and nothing is copied.
+
+`settle` ends what a thread has begun. Nothing is under way outside of a forward: rows may be cut or forgotten there.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
 import torch
+
+from magicpig_cli.cache.device import Device, Event, Host
+
+DEPTH = 2  # buffers of a ring: `planner.staging` counts them
+_ALIGNED = 64  # bytes from which on a part of a buffer begins
+
+T = TypeVar("T")
+
+
+class Arrival:
+    """Tensors on their way to the host."""
+
+    def __init__(self, event: Event | None, tensors: list[torch.Tensor], then: Callable[..., None] | None) -> None:
+        self._event, self._tensors, self._then = event, tensors, then
+        self._lock = threading.Lock()
+
+    def wait(self) -> list[torch.Tensor]:
+        """The tensors in host memory, valid until DEPTH further ones have come for the same purpose."""
+        self.settle()
+        return self._tensors
+
+    def settle(self) -> None:
+        """Have them here, and what is to be done with them done: once, whoever asks."""
+        with self._lock:
+            if self._event is not None:
+                self._event.synchronize()
+                self._event = None
+            if self._then is not None:
+                self._then(*self._tensors)
+                self._then = None  # only now: after an interrupt it is done again
+
+
+class _Slot:
+    """One buffer of a ring on either side, and who still uses it."""
+
+    def __init__(self, device: Device) -> None:
+        self.host: torch.Tensor | None = None
+        self.there: torch.Tensor | None = None
+        self.copied = device.new_event()  # the last copy between the two, or out of `source`
+        self.used = device.new_event()  # what the computing stream had to do with `there`
+        self.arrival: Arrival | None = None  # what came into `host` last
+        self.source: torch.Tensor | None = None  # kept while it is copied
+
+    def settle(self) -> None:
+        """The host may use its side."""
+        if self.arrival is not None:
+            self.arrival.settle()
+            self.arrival = None
+        self.copied.synchronize()
+        self.source = None
+
+
+class _Lane:
+    """What one thread copies with."""
+
+    def __init__(self, device: Device) -> None:
+        self.there, self.back, self.own = device.new_stream(), device.new_stream(), device.new_stream()
+        self.computed = device.new_event()
+        self._device = device
+        self._rings: dict[str, deque[_Slot]] = {}
+
+    def slot(self, purpose: str) -> _Slot:
+        """The buffer that was used least recently; the host may use its side."""
+        if purpose not in self._rings:
+            self._rings[purpose] = deque(_Slot(self._device) for _ in range(DEPTH))
+        ring = self._rings[purpose]
+        ring.rotate(-1)
+        ring[-1].settle()
+        return ring[-1]
+
+    def settle(self) -> None:
+        for ring in self._rings.values():
+            for slot in ring:
+                slot.settle()
 
 
 class Staging:
-    """Copies between host memory and `device`."""
+    """Copies between host memory and a device, begun by any thread; each has lanes of its own."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device | Device) -> None:
+        self.device = device_of(device) if isinstance(device, torch.device) else device
+        self.on_host = self.device.on_host
+        self.notices: list[str] = []  # what had to be done differently from what was planned
+        self._threads = threading.local()
+        self._pins = True  # until it is refused
+
+    # --- at once ---
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device)
+        """A copy there, or the tensor itself on a CPU; the host waits."""
+        return self.device.to_device(tensor)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to("cpu")
+        """The same back. It waits for everything before it: not for what a decode step does in every layer."""
+        return self.device.to_host(tensor)
+
+    # --- beside ---
+
+    def bring(self, purpose: str, *tensors: torch.Tensor, then: Callable[..., None] | None = None) -> Arrival:
+        """Have tensors of the device come to the host, as they will be after what was given to this thread's stream.
+
+        then: called with them when they are here, by whoever waits first, or before their buffer is used again.
+        """
+        if self.on_host:
+            arrival = Arrival(None, list(tensors), then)
+            if then is not None:
+                arrival.settle()
+            return arrival
+        lane, device = self._lane, self.device
+        slot = lane.slot(purpose)
+        here = self._parts(self._host_side(slot, _sizes(tensors)), tensors)
+        packed = [tensor.contiguous() for tensor in tensors]
+        lane.computed.record(device.current_stream())
+        lane.back.wait_event(lane.computed)
+        for target, source in zip(here, packed, strict=True):
+            device.copy(target, source, lane.back)
+        slot.copied.record(lane.back)
+        slot.arrival = Arrival(slot.copied, here, then)
+        return slot.arrival
+
+    def send(self, purpose: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Tensors of the host for what this thread's stream is given from now on; they may be changed at once.
+
+        The copies are valid until DEPTH further ones have gone for the same purpose.
+        """
+        if self.on_host:
+            return list(tensors)
+        there = self._packed(self._lane.slot(purpose), tensors)
+        self.device.current_stream().wait_event(there[0])
+        return there[1]
+
+    def stream(self, purpose: str, rows: Iterable[tuple[T, torch.Tensor]]) -> Iterator[tuple[T, torch.Tensor]]:
+        """Labelled tensors of the host on the device, in order; each is valid until the next one is taken.
+
+        While one is used the next one is copied: straight from where it lies if that is pinned and contiguous. Until
+        `settle` nobody may change what was.
+        """
+        if self.on_host:
+            yield from rows
+            return
+        ahead: deque[tuple[T, Event, torch.Tensor]] = deque()
+        for label, tensor in rows:
+            ahead.append((label, *self._straight_or_packed(self._lane.slot(purpose), tensor)))
+            if len(ahead) == DEPTH:
+                yield self._arrived(*ahead.popleft())
+        while ahead:
+            yield self._arrived(*ahead.popleft())
+
+    def settle(self) -> None:
+        """Wait for every copy that this thread has begun, and have done what was to be done with it."""
+        if not self.on_host:
+            self._lane.settle()
+
+    def mark(self) -> Event | None:
+        """A timed event of this moment in this thread's stream; None on a CPU."""
+        if self.on_host:
+            return None
+        event = self.device.new_event(timed=True)
+        event.record(self.device.current_stream())
+        return event
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Have torch's operators of this thread, until then idle, go to a stream of its own; done when it is left."""
+        if self.on_host:
+            yield
+            return
+        with self.device.use(self._lane.own):
+            try:
+                yield
+            finally:
+                self.settle()
+                self._lane.computed.record(self._lane.own)
+                self._lane.computed.synchronize()
+
+    # --- pinning ---
+
+    def pin(self, memory: np.ndarray) -> None:
+        """Let copies go straight out of this memory, if that is granted, until the last array over it is gone."""
+        if self.on_host or not self._pins:
+            return
+        address, owner = memory.ctypes.data, memory
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        if self.device.pin(address, memory.nbytes):
+            ending = weakref.finalize(owner, self.device.unpin, address)
+            ending.atexit = False  # type: ignore[misc]  # CUDA may be gone by then
+        else:
+            self._refused()
+
+    def _refused(self) -> None:
+        """Said once; from then on nothing is asked for."""
+        if self._pins:
+            self._pins = False
+            self.notices.append("the system refuses pinned memory: copies to and from the GPU are slower")
+
+    # --- buffers ---
+
+    @property
+    def _lane(self) -> _Lane:
+        lane: _Lane | None = getattr(self._threads, "lane", None)
+        if lane is None:
+            self._threads.lane = lane = _Lane(self.device)
+        return lane
+
+    def _host_side(self, slot: _Slot, size: int) -> torch.Tensor:
+        """At least `size` bytes of host memory."""
+        if slot.host is None or len(slot.host) < size:
+            slot.host = None
+            with torch.inference_mode(False):  # as in `store.as_tensor`
+                slot.host = self._pinned_buffer(size)
+        return slot.host
+
+    def _pinned_buffer(self, size: int) -> torch.Tensor:
+        if self._pins:
+            try:
+                return self.device.pinned_buffer(size)
+            except RuntimeError:
+                self._refused()
+        return torch.empty(size, dtype=torch.uint8)
+
+    def _device_side(self, slot: _Slot, size: int) -> torch.Tensor:
+        """At least `size` bytes of the device, that copies may be written to after `slot.used`."""
+        if slot.there is None or len(slot.there) < size:
+            slot.there = None
+            with torch.inference_mode(False):
+                slot.there = self.device.buffer(size)
+        slot.used.record(self.device.current_stream())  # a new buffer, too, may be memory that is still in use there
+        return slot.there
+
+    @staticmethod
+    def _parts(buffer: torch.Tensor, like: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors of these types and shapes one after the other in a buffer."""
+        parts, at = [], 0
+        for tensor in like:
+            parts.append(buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            at += _aligned(tensor.nbytes)
+        return parts
+
+    def _packed(self, slot: _Slot, tensors: Iterable[torch.Tensor]) -> tuple[Event, list[torch.Tensor]]:
+        """(when they are there, tensors of the device): one copy for all of them, by way of the pinned side."""
+        tensors = list(tensors)
+        size = _sizes(tensors)
+        host = self._host_side(slot, size)
+        there = self._device_side(slot, size)
+        for target, tensor in zip(self._parts(host, tensors), tensors, strict=True):
+            target.copy_(tensor)
+        self._copy_there(slot, there[:size], host[:size])
+        return slot.copied, self._parts(there, tensors)
+
+    def _straight_or_packed(self, slot: _Slot, tensor: torch.Tensor) -> tuple[Event, torch.Tensor]:
+        if not (tensor.is_contiguous() and self.device.is_pinned(tensor)):
+            event, (there,) = self._packed(slot, [tensor])
+            return event, there
+        (there,) = self._parts(self._device_side(slot, tensor.nbytes), [tensor])
+        slot.source = tensor
+        self._copy_there(slot, there, tensor)
+        return slot.copied, there
+
+    def _copy_there(self, slot: _Slot, target: torch.Tensor, source: torch.Tensor) -> None:
+        lane = self._lane
+        lane.there.wait_event(slot.used)
+        self.device.copy(target, source, lane.there)
+        slot.copied.record(lane.there)
+
+    def _arrived(self, label: T, event: Event, tensor: torch.Tensor) -> tuple[T, torch.Tensor]:
+        self.device.current_stream().wait_event(event)
+        return label, tensor
+
+
+def device_of(device: torch.device) -> Device:
+    """What torch calls so, as `Device` has it."""
+    if device.type == "cuda":
+        from magicpig_cli.cache.cuda import CudaDevice
+
+        return CudaDevice(device)
+    host: Any = Host()
+    return host  # type: ignore[no-any-return]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _sizes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of a buffer that has room for all of them."""
+    return sum(_aligned(tensor.nbytes) for tensor in tensors)

@@ -26,13 +26,17 @@ from magicpig_cli.model import linear
 
 @dataclass(slots=True)
 class Forward:
-    """One call of the model: a prompt chunk of one sequence (sampled is None), or one token for each of several."""
+    """One call of the model: a prompt chunk of one sequence (sampled is None), or one token for each of several.
+
+    lane: 1 for the second half of a batch, whose forward runs beside that of the first one.
+    """
 
     attention: Attention
     sequences: list[Sequence]
     sampled: list[list[bool]] | None = None  # per layer, per sequence
     taken: Callable[[int, LayerCache], None] | None = None  # told of each layer that has taken in the rows of a chunk
     record: StepRecorder = field(default_factory=StepRecorder)
+    lane: int = 0
 
     @property
     def prefill(self) -> bool:

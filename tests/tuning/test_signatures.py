@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from magicpig_cli.attention.rabitq import RabitqSampler
-from magicpig_cli.cache.staging import Staging
 from magicpig_cli.tuning.signatures import error_and_ratio, measure_signatures
 from magicpig_cli.tuning.verify import LayerQuality, Replay
 from tests import tolerances
@@ -19,8 +18,7 @@ def replayed(engine, captured, budget: float, bits: int, seed: int, layer: int) 
     cpu = torch.device("cpu")
     samplers = [
         RabitqSampler(
-            budget=budget, tail=TAIL, bits=bits, target_error=None, hash_seed=seed + depth, threads=1,
-            staging=Staging(cpu),
+            budget=budget, tail=TAIL, bits=bits, target_error=None, hash_seed=seed + depth, threads=1
         )
         for depth in range(len(captured.lengths))
     ]  # fmt: skip
