@@ -170,10 +170,7 @@ class Attention:
                 layer, as_array(q), list(caches), rule, record, runs, sampled, computed=computed_here
             )
         with record.on_device("merge", self._staging):
-            far = Partial(*self._staging.send("estimates", found.partial.out, found.partial.lse))
-            attended = merge(near, far)
-            if found.error is not None:
-                record.late.append(Late(layer, indexes, found.error, share_of(far, attended)))
+            attended = self._merged(layer, near, found, indexes, record)
         for b, index in enumerate(indexes):
             if index is not None:
                 self._note(layer, len(caches), b, covered[b], found, record)
@@ -181,6 +178,18 @@ class Attention:
                     with self._turn:
                         index.step()
         return attended
+
+    def _merged(
+        self, layer: int, near: Partial, found: Estimate, indexes: list[Index | None], record: StepRecorder
+    ) -> Partial:
+        """Windows and estimates, on the device, and what is left of the estimated error."""
+        estimate = found.partial
+        with self._staging.sent("estimates", estimate.out, estimate.lse) as there:
+            far = Partial(*there)
+            attended = merge(near, far)
+            if found.error is not None:
+                record.late.append(Late(layer, indexes, found.error, share_of(far, attended)))
+            return attended
 
     def _note(
         self, layer: int, count: int, b: int, covered: int, found: Estimate, record: StepRecorder

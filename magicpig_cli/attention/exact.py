@@ -24,6 +24,14 @@ from magicpig_cli.cache.store import as_array
 from magicpig_cli.config import BLOCK_KEYS, FLASH_KEYS
 
 
+def _logits(q: torch.Tensor, rows: torch.Tensor, rule: LogitRule) -> torch.Tensor:
+    """[Hkv, R, n] of q [Hkv, R, D] and rows [Hkv, n, 2, D], all float32."""
+    logits = torch.matmul(q, rows[:, :, 0].transpose(1, 2)).mul_(rule.scale)
+    if rule.softcap is not None:
+        logits.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    return logits
+
+
 class _OnlineSoftmax:
     """Running softmax(q·kᵀ)·v over blocks of keys. q: float32 [Hkv, R, D], the G heads of a group folded into rows."""
 
@@ -36,9 +44,7 @@ class _OnlineSoftmax:
     def add(self, rows: torch.Tensor, hidden: torch.Tensor | None = None) -> None:
         """rows: [Hkv, n, 2, D] of any float type; hidden: bool [R, n], True where a query must not see a key."""
         rows = rows.float()
-        scores = torch.matmul(self.q, rows[:, :, 0].transpose(1, 2)).mul_(self.rule.scale)
-        if self.rule.softcap is not None:
-            scores.div_(self.rule.softcap).tanh_().mul_(self.rule.softcap)
+        scores = _logits(self.q, rows, self.rule)
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
         top = torch.maximum(self.top, scores.amax(dim=-1, keepdim=True))
@@ -168,24 +174,27 @@ def attend_step(
         runs = [cache.runs(start) for cache, start in zip(caches, store_from, strict=True)]
         done = kernels.exact_attend(as_array(q), runs, scale=rule.scale, softcap=rule.softcap, threads=threads)
         return Partial(torch.from_numpy(done.out), torch.from_numpy(done.lse))
-    return _attend_pieces(q, [_visible(cache, start) for cache, start in zip(caches, store_from, strict=True)], rule)
+    outs, sums = [], []
+    for row, cache, start in zip(q, caches, store_from, strict=True):
+        softmax = _OnlineSoftmax(row.reshape(cache.spec.kv_heads, -1, row.shape[-1]), rule)
+        for piece in _visible(cache, start):
+            softmax.add(piece)
+        out, lse = softmax.result()
+        outs.append(out.reshape(row.shape))
+        sums.append(lse.reshape(row.shape[0]))
+    return Partial(torch.stack(outs), torch.stack(sums))
 
 
 def attend_windows(q: torch.Tensor, caches: list[LayerCache], rule: LogitRule) -> Partial:
-    """Attention of one new token per sequence to what its window holds: q float32 [B, H, D], on any device."""
-    return _attend_pieces(q, [iter([cache.window.valid]) for cache in caches], rule)
+    """Attention of one new token per sequence to what its window holds, itself at least: q float32 [B, H, D].
 
-
-def _attend_pieces(q: torch.Tensor, pieces: list[Iterator[torch.Tensor]], rule: LogitRule) -> Partial:
-    """Attention of q float32 [B, H, D] to the rows [Hkv, n, 2, D] that are given for each sequence, piece by piece."""
+    On any device, and in few operators, as a device may take longer to be given them than to compute.
+    """
     outs, sums = [], []
-    for row, rows in zip(q, pieces, strict=True):
-        softmax: _OnlineSoftmax | None = None
-        for piece in rows:
-            softmax = softmax or _OnlineSoftmax(row.reshape(piece.shape[0], -1, row.shape[-1]), rule)
-            softmax.add(piece)
-        assert softmax is not None, "a token sees itself"
-        out, lse = softmax.result()
-        outs.append(out.reshape(row.shape))
+    for row, cache in zip(q, caches, strict=True):
+        rows = cache.window.valid.float()
+        logits = _logits(row.reshape(rows.shape[0], -1, row.shape[-1]), rows, rule)
+        lse = logits.logsumexp(dim=-1, keepdim=True)
+        outs.append(torch.matmul(logits.sub_(lse).exp_(), rows[:, :, 1]).reshape(row.shape))
         sums.append(lse.reshape(row.shape[0]))
     return Partial(torch.stack(outs), torch.stack(sums))

@@ -60,18 +60,18 @@ class _Slot:
     def __init__(self, device: Device) -> None:
         self.host: torch.Tensor | None = None
         self.there: torch.Tensor | None = None
-        self.copied = device.new_event()  # the last copy between the two, or out of `source`
+        self.copied = device.new_event()  # the last copy between the two, or straight from where rows lie
         self.used = device.new_event()  # what the computing stream had to do with `there`
         self.arrival: Arrival | None = None  # what came into `host` last
-        self.source: torch.Tensor | None = None  # kept while it is copied
+        self.sources: list[torch.Tensor] = []  # kept while they are copied
 
     def settle(self) -> None:
-        """The host may use its side."""
+        """The host may use its side, and what it has sent."""
         if self.arrival is not None:
             self.arrival.settle()
             self.arrival = None
         self.copied.synchronize()
-        self.source = None
+        self.sources.clear()
 
 
 class _Lane:
@@ -84,12 +84,11 @@ class _Lane:
         self._rings: dict[str, deque[_Slot]] = {}
 
     def slot(self, purpose: str) -> _Slot:
-        """The buffer that was used least recently; the host may use its side."""
+        """The buffer that was used least recently."""
         if purpose not in self._rings:
             self._rings[purpose] = deque(_Slot(self._device) for _ in range(DEPTH))
         ring = self._rings[purpose]
         ring.rotate(-1)
-        ring[-1].settle()
         return ring[-1]
 
     def settle(self) -> None:
@@ -142,16 +141,22 @@ class Staging:
         slot.arrival = Arrival(slot.copied, here, then)
         return slot.arrival
 
-    def send(self, purpose: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Tensors of the host for what this thread's stream is given from now on; they may be changed at once.
+    @contextmanager
+    def sent(self, purpose: str, *tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+        """Copies on the device of tensors of the host, which may be changed at once.
 
-        The copies are valid until DEPTH further ones have gone for the same purpose.
+        They are valid inside, for what is given to this thread's stream there.
         """
         if self.on_host:
-            return list(tensors)
-        there = self._packed(self._lane.slot(purpose), tensors)
-        self.device.current_stream().wait_event(there[0])
-        return there[1]
+            yield list(tensors)
+            return
+        slot = self._lane.slot(purpose)
+        there = self._packed(slot, tensors)
+        self.device.current_stream().wait_event(slot.copied)
+        try:
+            yield there
+        finally:
+            slot.used.record(self.device.current_stream())
 
     def stream(self, purpose: str, rows: Iterable[tuple[T, torch.Tensor]]) -> Iterator[tuple[T, torch.Tensor]]:
         """Labelled tensors of the host on the device, in order; each is valid until the next one is taken.
@@ -162,13 +167,22 @@ class Staging:
         if self.on_host:
             yield from rows
             return
-        ahead: deque[tuple[T, Event, torch.Tensor]] = deque()
+        ahead: deque[tuple[T, _Slot, torch.Tensor]] = deque()
         for label, tensor in rows:
-            ahead.append((label, *self._straight_or_packed(self._lane.slot(purpose), tensor)))
+            slot = self._lane.slot(purpose)
+            ahead.append((label, slot, self._straight_or_packed(slot, tensor)))
             if len(ahead) == DEPTH:
-                yield self._arrived(*ahead.popleft())
+                yield from self._one(*ahead.popleft())
         while ahead:
-            yield self._arrived(*ahead.popleft())
+            yield from self._one(*ahead.popleft())
+
+    def _one(self, label: T, slot: _Slot, there: torch.Tensor) -> Iterator[tuple[T, torch.Tensor]]:
+        """Give out a copy; when the next one is asked for, or none is, this one has been used."""
+        self.device.current_stream().wait_event(slot.copied)
+        try:
+            yield label, there
+        finally:
+            slot.used.record(self.device.current_stream())
 
     def settle(self) -> None:
         """Wait for every copy that this thread has begun, and have done what was to be done with it."""
@@ -228,7 +242,8 @@ class Staging:
         return lane
 
     def _host_side(self, slot: _Slot, size: int) -> torch.Tensor:
-        """At least `size` bytes of host memory."""
+        """At least `size` bytes of host memory, which nobody else uses."""
+        slot.settle()
         if slot.host is None or len(slot.host) < size:
             slot.host = None
             with torch.inference_mode(False):  # as in `store.as_tensor`
@@ -249,7 +264,7 @@ class Staging:
             slot.there = None
             with torch.inference_mode(False):
                 slot.there = self.device.buffer(size)
-        slot.used.record(self.device.current_stream())  # a new buffer, too, may be memory that is still in use there
+            slot.used.record(self.device.current_stream())  # what it was until now may still be in use there
         return slot.there
 
     @staticmethod
@@ -261,8 +276,8 @@ class Staging:
             at += _aligned(tensor.nbytes)
         return parts
 
-    def _packed(self, slot: _Slot, tensors: Iterable[torch.Tensor]) -> tuple[Event, list[torch.Tensor]]:
-        """(when they are there, tensors of the device): one copy for all of them, by way of the pinned side."""
+    def _packed(self, slot: _Slot, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors of the device, that are there when `slot.copied` has come: one copy, by way of the pinned side."""
         tensors = list(tensors)
         size = _sizes(tensors)
         host = self._host_side(slot, size)
@@ -270,26 +285,21 @@ class Staging:
         for target, tensor in zip(self._parts(host, tensors), tensors, strict=True):
             target.copy_(tensor)
         self._copy_there(slot, there[:size], host[:size])
-        return slot.copied, self._parts(there, tensors)
+        return self._parts(there, tensors)
 
-    def _straight_or_packed(self, slot: _Slot, tensor: torch.Tensor) -> tuple[Event, torch.Tensor]:
+    def _straight_or_packed(self, slot: _Slot, tensor: torch.Tensor) -> torch.Tensor:
         if not (tensor.is_contiguous() and self.device.is_pinned(tensor)):
-            event, (there,) = self._packed(slot, [tensor])
-            return event, there
+            return self._packed(slot, [tensor])[0]
         (there,) = self._parts(self._device_side(slot, tensor.nbytes), [tensor])
-        slot.source = tensor
+        slot.sources.append(tensor)
         self._copy_there(slot, there, tensor)
-        return slot.copied, there
+        return there
 
     def _copy_there(self, slot: _Slot, target: torch.Tensor, source: torch.Tensor) -> None:
         lane = self._lane
         lane.there.wait_event(slot.used)
         self.device.copy(target, source, lane.there)
         slot.copied.record(lane.there)
-
-    def _arrived(self, label: T, event: Event, tensor: torch.Tensor) -> tuple[T, torch.Tensor]:
-        self.device.current_stream().wait_event(event)
-        return label, tensor
 
 
 def device_of(device: torch.device) -> Device:

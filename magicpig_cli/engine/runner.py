@@ -172,8 +172,7 @@ class ModelRunner:
         When it returns or raises no copy is under way, so rows may be cut; the device may still compute.
         """
         try:
-            with torch.inference_mode():
-                ids, at = self.staging.send("tokens", tokens, positions)
+            with torch.inference_mode(), self.staging.sent("tokens", tokens, positions) as (ids, at):
                 logits = hook.run(self.model, ids, at, forward)
                 forward.attention.finish(forward.record)
                 return logits
