@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from magicpig_cli.attention.base import Estimate, Late, LogitRule, Partial, Sampler, StepRecorder
-from magicpig_cli.attention.exact import attend_chunk, attend_step, attend_windows
+from magicpig_cli.attention.exact import attend_chunk, attend_near, attend_step
 from magicpig_cli.attention.merge import merge, share_of
 from magicpig_cli.cache.base import Index, IndexReader
 from magicpig_cli.cache.layer import LayerCache
@@ -146,7 +146,7 @@ class Attention:
         self, layer: int, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], queries: torch.Tensor,
         key: torch.Tensor, value: torch.Tensor, rule: LogitRule, record: StepRecorder,
     ) -> Partial:  # fmt: skip
-        """Windows on the device, beside that by the kernels all that is in host memory, merged on the device.
+        """Windows on the device, beside that by the kernels what of sampled sequences is in host memory, then merged.
 
         Nobody waits but the host for its queries. The indexes' upkeep comes last, while the device goes on: rows that
         this step has moved out of the window are sampled from later than on a CPU, and attended exactly until then.
@@ -160,12 +160,12 @@ class Attention:
         covered = [0 if index is None else index.length for index in indexes]
         self._take(caches, key, value)
         with record.on_device("window", self._staging):
-            near = attend_windows(queries, list(caches), rule)
+            near = attend_near(queries, list(caches), sampled, rule)
         begin = time.perf_counter_ns()
         q, *computed_here = asked.wait()
         record.waited_ns += time.perf_counter_ns() - begin
         with self._turn:
-            runs = [cache.stored_runs(start) for cache, start in zip(caches, covered, strict=True)]
+            runs = [c.stored_runs(start) if s else [] for c, start, s in zip(caches, covered, sampled, strict=True)]
             found = self._sampler.attend(
                 layer, as_array(q), list(caches), rule, record, runs, sampled, computed=computed_here
             )

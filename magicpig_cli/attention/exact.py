@@ -13,6 +13,7 @@ device the rows are copied there, each block while the one before is multiplied 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 
 import torch
 
@@ -174,27 +175,41 @@ def attend_step(
         runs = [cache.runs(start) for cache, start in zip(caches, store_from, strict=True)]
         done = kernels.exact_attend(as_array(q), runs, scale=rule.scale, softcap=rule.softcap, threads=threads)
         return Partial(torch.from_numpy(done.out), torch.from_numpy(done.lse))
-    outs, sums = [], []
-    for row, cache, start in zip(q, caches, store_from, strict=True):
-        softmax = _OnlineSoftmax(row.reshape(cache.spec.kv_heads, -1, row.shape[-1]), rule)
-        for piece in _visible(cache, start):
-            softmax.add(piece)
-        out, lse = softmax.result()
-        outs.append(out.reshape(row.shape))
-        sums.append(lse.reshape(row.shape[0]))
-    return Partial(torch.stack(outs), torch.stack(sums))
+    parts = [_see_all(row, cache, start, rule) for row, cache, start in zip(q, caches, store_from, strict=True)]
+    return _stacked(parts, q)
 
 
-def attend_windows(q: torch.Tensor, caches: list[LayerCache], rule: LogitRule) -> Partial:
-    """Attention of one new token per sequence to what its window holds, itself at least: q float32 [B, H, D].
+def attend_near(q: torch.Tensor, caches: list[LayerCache], windows_only: SequenceOf[bool], rule: LogitRule) -> Partial:
+    """Attention of one new token per sequence, on the device: q float32 [B, H, D].
 
-    On any device, and in few operators, as a device may take longer to be given them than to compute.
+    windows_only[b]: sequence b attends to its window alone, else to everything it sees.
     """
-    outs, sums = [], []
-    for row, cache in zip(q, caches, strict=True):
-        rows = cache.window.valid.float()
-        logits = _logits(row.reshape(rows.shape[0], -1, row.shape[-1]), rows, rule)
-        lse = logits.logsumexp(dim=-1, keepdim=True)
-        outs.append(torch.matmul(logits.sub_(lse).exp_(), rows[:, :, 1]).reshape(row.shape))
-        sums.append(lse.reshape(row.shape[0]))
-    return Partial(torch.stack(outs), torch.stack(sums))
+    parts = [
+        _see_window(row, cache, rule) if only else _see_all(row, cache, 0, rule)
+        for row, cache, only in zip(q, caches, windows_only, strict=True)
+    ]
+    return _stacked(parts, q)
+
+
+def _see_all(
+    row: torch.Tensor, cache: LayerCache, store_from: int, rule: LogitRule
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out and LSE of one token [H, D]; of what it sees in the store only rows from `store_from` on."""
+    softmax = _OnlineSoftmax(row.reshape(cache.spec.kv_heads, -1, row.shape[-1]), rule)
+    for piece in _visible(cache, store_from):
+        softmax.add(piece)
+    return softmax.result()
+
+
+def _see_window(row: torch.Tensor, cache: LayerCache, rule: LogitRule) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of its window, where it is itself; in few operators: giving them may take longer than computing them."""
+    rows = cache.window.valid.float()
+    logits = _logits(row.reshape(rows.shape[0], -1, row.shape[-1]), rows, rule)
+    lse = logits.logsumexp(dim=-1, keepdim=True)
+    return torch.matmul(logits.sub_(lse).exp_(), rows[:, :, 1]), lse.squeeze(-1)
+
+
+def _stacked(parts: list[tuple[torch.Tensor, torch.Tensor]], q: torch.Tensor) -> Partial:
+    """out and LSE of each sequence as those of q [B, H, D]."""
+    outs, sums = (torch.stack(each) for each in zip(*parts, strict=True))
+    return Partial(outs.view(q.shape), sums.view(q.shape[:2]))
