@@ -180,7 +180,7 @@ class LayerCache:
     def pieces_there(self, store_from: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
         """The same on the device: blocks of the store are copied there one ahead. Each is valid until the next one."""
         stored = self._placed(self.store.lying(store_from, self.store.length), store_from)
-        copies = self._staging.stream("blocks", stored)
+        copies = self._staging.stream("blocks", stored, room=self.store.block_bytes)
         return self._between((position, as_numbers(rows)) for position, rows in copies)
 
     def _placed(self, pieces: Iterable[torch.Tensor], store_from: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -105,6 +105,7 @@ class Staging:
         self.on_host = self.device.on_host
         self.notices: list[str] = []  # what had to be done differently from what was planned
         self._threads = threading.local()
+        self._spare: list[_Lane] = []  # of those that were apart
         self._pins = True  # until it is refused
 
     # --- at once ---
@@ -158,11 +159,13 @@ class Staging:
         finally:
             slot.used.record(self.device.current_stream())
 
-    def stream(self, purpose: str, rows: Iterable[tuple[T, torch.Tensor]]) -> Iterator[tuple[T, torch.Tensor]]:
+    def stream(
+        self, purpose: str, rows: Iterable[tuple[T, torch.Tensor]], room: int = 0
+    ) -> Iterator[tuple[T, torch.Tensor]]:
         """Labelled tensors of the host on the device, in order; each is valid until the next one is taken.
 
         While one is used the next one is copied: straight from where it lies if that is pinned and contiguous. Until
-        `settle` nobody may change what was.
+        `settle` nobody may change what was. room: bytes that buffers have at least, so that they need not grow.
         """
         if self.on_host:
             yield from rows
@@ -170,7 +173,7 @@ class Staging:
         ahead: deque[tuple[T, _Slot, torch.Tensor]] = deque()
         for label, tensor in rows:
             slot = self._lane.slot(purpose)
-            ahead.append((label, slot, self._straight_or_packed(slot, tensor)))
+            ahead.append((label, slot, self._straight_or_packed(slot, tensor, room)))
             if len(ahead) == DEPTH:
                 yield from self._one(*ahead.popleft())
         while ahead:
@@ -199,17 +202,28 @@ class Staging:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Have torch's operators of this thread, until then idle, go to a stream of its own; done when it is left."""
+        """Compute beside all others in this thread: in another stream, with other buffers, kept for the next one.
+
+        What is read must be there already. What was begun inside is done when it is left.
+        """
         if self.on_host:
             yield
             return
-        with self.device.use(self._lane.own):
-            try:
+        before = getattr(self._threads, "lane", None)
+        try:
+            lane = self._spare.pop()
+        except IndexError:
+            lane = _Lane(self.device)
+        self._threads.lane = lane
+        try:
+            with self.device.use(lane.own):
                 yield
-            finally:
-                self.settle()
-                self._lane.computed.record(self._lane.own)
-                self._lane.computed.synchronize()
+        finally:
+            lane.settle()
+            lane.computed.record(lane.own)
+            lane.computed.synchronize()
+            self._threads.lane = before
+            self._spare.append(lane)
 
     # --- pinning ---
 
@@ -276,21 +290,21 @@ class Staging:
             at += _aligned(tensor.nbytes)
         return parts
 
-    def _packed(self, slot: _Slot, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def _packed(self, slot: _Slot, tensors: Iterable[torch.Tensor], room: int = 0) -> list[torch.Tensor]:
         """Tensors of the device, that are there when `slot.copied` has come: one copy, by way of the pinned side."""
         tensors = list(tensors)
         size = _sizes(tensors)
-        host = self._host_side(slot, size)
-        there = self._device_side(slot, size)
+        host = self._host_side(slot, max(size, room))
+        there = self._device_side(slot, max(size, room))
         for target, tensor in zip(self._parts(host, tensors), tensors, strict=True):
             target.copy_(tensor)
         self._copy_there(slot, there[:size], host[:size])
         return self._parts(there, tensors)
 
-    def _straight_or_packed(self, slot: _Slot, tensor: torch.Tensor) -> torch.Tensor:
+    def _straight_or_packed(self, slot: _Slot, tensor: torch.Tensor, room: int) -> torch.Tensor:
         if not (tensor.is_contiguous() and self.device.is_pinned(tensor)):
-            return self._packed(slot, [tensor])[0]
-        (there,) = self._parts(self._device_side(slot, tensor.nbytes), [tensor])
+            return self._packed(slot, [tensor], room)[0]
+        (there,) = self._parts(self._device_side(slot, max(tensor.nbytes, room)), [tensor])
         slot.sources.append(tensor)
         self._copy_there(slot, there, tensor)
         return there

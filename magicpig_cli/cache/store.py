@@ -77,6 +77,10 @@ class RowStore:
             self._arriving = [arrival for arrival in self._arriving if arrival not in settled]
 
     @property
+    def block_bytes(self) -> int:
+        return self._pool.block_bytes
+
+    @property
     def nbytes(self) -> int:
         """Of all blocks as if nobody else held them, the one that is ready for further rows included."""
         return (len(self._blocks) + (self._next is not None)) * self._pool.block_bytes
