@@ -108,6 +108,12 @@ class Attention:
         self._staging.settle()
         record.read_marks()
 
+    def learn(self, record: StepRecorder) -> None:
+        """After a step that was made for every sequence of the batch: the sampler learns from its errors."""
+        if self._sampler is not None:
+            for index, error in record.lessons:
+                self._sampler.learn(index, error)
+
     def _take(self, caches: SequenceOf[LayerCache], key: torch.Tensor, value: torch.Tensor) -> None:
         """Take in one new token per sequence: key and value [B, Hkv, 1, D]."""
         keys, values = self._rotated(key[:, :, 0]), value[:, :, 0]
@@ -207,11 +213,10 @@ class Attention:
     def _note_error(
         self, layer: int, count: int, b: int, index: Index, error: np.ndarray, record: StepRecorder
     ) -> None:  # fmt: skip
-        """Record the estimated relative error [H] of sequence b, and let the sampler learn from it."""
-        assert self._sampler is not None
+        """Record the estimated relative error [H] of sequence b."""
         wide = error.astype(np.float64)
         record.squares.setdefault(layer, [None] * count)[b] = float(wide @ wide) / len(wide)
-        self._sampler.learn(index, error)
+        record.lessons.append((index, error))
 
     def _measure(
         self, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], queries: torch.Tensor, attended: Partial,

@@ -65,6 +65,7 @@ class StepRecorder:
     errors: list[torch.Tensor] | None = None  # if a list: relative error of each sampled (sequence, head), per layer
     waited_ns: int = 0  # until a device had queries; part of no stage
     device_ns: dict[str, int] = field(default_factory=dict)  # stage → what the device took for it, beside the host
+    lessons: list[tuple[Index, np.ndarray]] = field(default_factory=list)  # estimated errors [H], of `Attention.learn`
     late: list[Late] = field(default_factory=list)  # what `Attention.finish` has to wait for
     marks: list[tuple[str, Event, Event]] = field(default_factory=list)  # stage, and when the device began and ended it
 

@@ -24,77 +24,9 @@ import numpy as np
 import torch
 
 from magicpig_cli.cache.device import Device, Event, Host
-
-DEPTH = 2  # buffers of a ring: `planner.staging` counts them
-_ALIGNED = 64  # bytes from which on a part of a buffer begins
+from magicpig_cli.cache.rings import DEPTH, Arrival, Lane, Slot, bytes_of, parts_of
 
 T = TypeVar("T")
-
-
-class Arrival:
-    """Tensors on their way to the host."""
-
-    def __init__(self, event: Event | None, tensors: list[torch.Tensor], then: Callable[..., None] | None) -> None:
-        self._event, self._tensors, self._then = event, tensors, then
-        self._lock = threading.Lock()
-
-    def wait(self) -> list[torch.Tensor]:
-        """The tensors in host memory, valid until DEPTH further ones have come for the same purpose."""
-        self.settle()
-        return self._tensors
-
-    def settle(self) -> None:
-        """Have them here, and what is to be done with them done: once, whoever asks."""
-        with self._lock:
-            if self._event is not None:
-                self._event.synchronize()
-                self._event = None
-            if self._then is not None:
-                self._then(*self._tensors)
-                self._then = None  # only now: after an interrupt it is done again
-
-
-class _Slot:
-    """One buffer of a ring on either side, and who still uses it."""
-
-    def __init__(self, device: Device) -> None:
-        self.host: torch.Tensor | None = None
-        self.there: torch.Tensor | None = None
-        self.copied = device.new_event()  # the last copy between the two, or straight from where rows lie
-        self.used = device.new_event()  # what the computing stream had to do with `there`
-        self.arrival: Arrival | None = None  # what came into `host` last
-        self.sources: list[torch.Tensor] = []  # kept while they are copied
-
-    def settle(self) -> None:
-        """The host may use its side, and what it has sent."""
-        if self.arrival is not None:
-            self.arrival.settle()
-            self.arrival = None
-        self.copied.synchronize()
-        self.sources.clear()
-
-
-class _Lane:
-    """What one thread copies with."""
-
-    def __init__(self, device: Device) -> None:
-        self.there, self.back, self.own = device.new_stream(), device.new_stream(), device.new_stream()
-        self.computed = device.new_event()
-        self._device = device
-        self._rings: dict[str, deque[_Slot]] = {}
-
-    def slot(self, purpose: str) -> _Slot:
-        """The buffer that was used least recently."""
-        if purpose not in self._rings:
-            self._rings[purpose] = deque(_Slot(self._device) for _ in range(DEPTH))
-        ring = self._rings[purpose]
-        ring.rotate(-1)
-        return ring[-1]
-
-    def settle(self) -> None:
-        for ring in self._rings.values():
-            for slot in ring:
-                slot.settle()
 
 
 class Staging:
@@ -105,7 +37,7 @@ class Staging:
         self.on_host = self.device.on_host
         self.notices: list[str] = []  # what had to be done differently from what was planned
         self._threads = threading.local()
-        self._spare: list[_Lane] = []  # of those that were apart
+        self._spare: list[Lane] = []  # of those that were apart
         self._pins = True  # until it is refused
 
     # --- at once ---
@@ -132,7 +64,7 @@ class Staging:
             return arrival
         lane, device = self._lane, self.device
         slot = lane.slot(purpose)
-        here = self._parts(self._host_side(slot, _sizes(tensors)), tensors)
+        here = parts_of(self._host_side(slot, bytes_of(tensors)), tensors)
         packed = [tensor.contiguous() for tensor in tensors]
         lane.computed.record(device.current_stream())
         lane.back.wait_event(lane.computed)
@@ -170,7 +102,7 @@ class Staging:
         if self.on_host:
             yield from rows
             return
-        ahead: deque[tuple[T, _Slot, torch.Tensor]] = deque()
+        ahead: deque[tuple[T, Slot, torch.Tensor]] = deque()
         for label, tensor in rows:
             slot = self._lane.slot(purpose)
             ahead.append((label, slot, self._straight_or_packed(slot, tensor, room)))
@@ -179,7 +111,7 @@ class Staging:
         while ahead:
             yield from self._one(*ahead.popleft())
 
-    def _one(self, label: T, slot: _Slot, there: torch.Tensor) -> Iterator[tuple[T, torch.Tensor]]:
+    def _one(self, label: T, slot: Slot, there: torch.Tensor) -> Iterator[tuple[T, torch.Tensor]]:
         """Give out a copy; when the next one is asked for, or none is, this one has been used."""
         self.device.current_stream().wait_event(slot.copied)
         try:
@@ -213,7 +145,7 @@ class Staging:
         try:
             lane = self._spare.pop()
         except IndexError:
-            lane = _Lane(self.device)
+            lane = Lane(self.device)
         self._threads.lane = lane
         try:
             with self.device.use(lane.own):
@@ -249,13 +181,13 @@ class Staging:
     # --- buffers ---
 
     @property
-    def _lane(self) -> _Lane:
-        lane: _Lane | None = getattr(self._threads, "lane", None)
+    def _lane(self) -> Lane:
+        lane: Lane | None = getattr(self._threads, "lane", None)
         if lane is None:
-            self._threads.lane = lane = _Lane(self.device)
+            self._threads.lane = lane = Lane(self.device)
         return lane
 
-    def _host_side(self, slot: _Slot, size: int) -> torch.Tensor:
+    def _host_side(self, slot: Slot, size: int) -> torch.Tensor:
         """At least `size` bytes of host memory, which nobody else uses."""
         slot.settle()
         if slot.host is None or len(slot.host) < size:
@@ -272,7 +204,7 @@ class Staging:
                 self._refused()
         return torch.empty(size, dtype=torch.uint8)
 
-    def _device_side(self, slot: _Slot, size: int) -> torch.Tensor:
+    def _device_side(self, slot: Slot, size: int) -> torch.Tensor:
         """At least `size` bytes of the device, that copies may be written to after `slot.used`."""
         if slot.there is None or len(slot.there) < size:
             slot.there = None
@@ -281,35 +213,26 @@ class Staging:
             slot.used.record(self.device.current_stream())  # what it was until now may still be in use there
         return slot.there
 
-    @staticmethod
-    def _parts(buffer: torch.Tensor, like: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors of these types and shapes one after the other in a buffer."""
-        parts, at = [], 0
-        for tensor in like:
-            parts.append(buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-            at += _aligned(tensor.nbytes)
-        return parts
-
-    def _packed(self, slot: _Slot, tensors: Iterable[torch.Tensor], room: int = 0) -> list[torch.Tensor]:
+    def _packed(self, slot: Slot, tensors: Iterable[torch.Tensor], room: int = 0) -> list[torch.Tensor]:
         """Tensors of the device, that are there when `slot.copied` has come: one copy, by way of the pinned side."""
         tensors = list(tensors)
-        size = _sizes(tensors)
+        size = bytes_of(tensors)
         host = self._host_side(slot, max(size, room))
         there = self._device_side(slot, max(size, room))
-        for target, tensor in zip(self._parts(host, tensors), tensors, strict=True):
+        for target, tensor in zip(parts_of(host, tensors), tensors, strict=True):
             target.copy_(tensor)
         self._copy_there(slot, there[:size], host[:size])
-        return self._parts(there, tensors)
+        return parts_of(there, tensors)
 
-    def _straight_or_packed(self, slot: _Slot, tensor: torch.Tensor, room: int) -> torch.Tensor:
+    def _straight_or_packed(self, slot: Slot, tensor: torch.Tensor, room: int) -> torch.Tensor:
         if not (tensor.is_contiguous() and self.device.is_pinned(tensor)):
             return self._packed(slot, [tensor], room)[0]
-        (there,) = self._parts(self._device_side(slot, max(tensor.nbytes, room)), [tensor])
+        (there,) = parts_of(self._device_side(slot, max(tensor.nbytes, room)), [tensor])
         slot.sources.append(tensor)
         self._copy_there(slot, there, tensor)
         return there
 
-    def _copy_there(self, slot: _Slot, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _copy_there(self, slot: Slot, target: torch.Tensor, source: torch.Tensor) -> None:
         lane = self._lane
         lane.there.wait_event(slot.used)
         self.device.copy(target, source, lane.there)
@@ -324,12 +247,3 @@ def device_of(device: torch.device) -> Device:
         return CudaDevice(device)
     host: Any = Host()
     return host  # type: ignore[no-any-return]
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
-
-
-def _sizes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of a buffer that has room for all of them."""
-    return sum(_aligned(tensor.nbytes) for tensor in tensors)

@@ -13,7 +13,7 @@ import torch
 from magicpig_cli import kernels
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.quantize import quantize
-from magicpig_cli.cache.staging import Arrival
+from magicpig_cli.cache.rings import Arrival
 from magicpig_cli.kernels.memory import touch
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of rows that hold no scales

@@ -222,6 +222,8 @@ class ModelRunner:
             raise
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.commit([token])
+        for part in parts:
+            attention.learn(part.record)
         return put_together(parts, time.perf_counter_ns() - begin)
 
     def _halves(self, sequences: list[Sequence], sampled: list[bool], measure_error: bool) -> list[list[int]]:
