@@ -12,8 +12,6 @@ from typing import TypeVar
 
 from magicpig_cli.cache.device import Device
 
-HALVES_FROM = 2  # sequences decoded together from which on a sampled step on a device is made in halves
-
 T = TypeVar("T")
 
 

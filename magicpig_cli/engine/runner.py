@@ -21,9 +21,9 @@ from magicpig_cli.cache.sequence import Sequence, index_bytes
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import TORCH_DTYPE
 from magicpig_cli.cache.window import WindowShape
-from magicpig_cli.config import INDEX_FROM
+from magicpig_cli.config import HALVES_FROM, INDEX_FROM
 from magicpig_cli.engine.builder import IndexBuilder
-from magicpig_cli.engine.lanes import HALVES_FROM, Lanes, dealt
+from magicpig_cli.engine.lanes import Lanes, dealt
 from magicpig_cli.engine.samplers import make_sampler
 from magicpig_cli.engine.step import Part, Step, put_together
 from magicpig_cli.errors import MagicpigError
