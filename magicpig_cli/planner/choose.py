@@ -280,11 +280,12 @@ def _within_device(draft: Plan) -> Plan:
         return draft
     while memory.total(memory.device(draft, 1)) > gpu.free_bytes and draft.chunk > SHORTEST_CHUNK:
         draft = replace(draft, chunk=max(SHORTEST_CHUNK, draft.chunk // 2))
-    one, two = (memory.total(memory.device(draft, batch)) for batch in (1, 2))
-    left = gpu.free_bytes - one
-    if left < 0:
+    if memory.total(memory.device(draft, 1)) > gpu.free_bytes:
         raise MemoryBudgetError(
             f"{gpu.name} has no room: {memory.written_out(memory.device(draft, 1))}, but "
             f"{format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} are free"
         )
-    return replace(draft, max_batch=min(draft.max_batch, 1 + left // (two - one)))
+    most = draft.max_batch
+    while most > 1 and memory.total(memory.device(draft, most)) > gpu.free_bytes:
+        most -= 1
+    return replace(draft, max_batch=most)

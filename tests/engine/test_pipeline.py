@@ -11,13 +11,16 @@ import pytest
 import torch
 
 from magicpig_cli import hardware, kernels
+from magicpig_cli.cache import rings
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.config import AttentionOptions, Settings
 from magicpig_cli.engine.lanes import dealt
 from magicpig_cli.engine.runner import ModelRunner
+from magicpig_cli.gpus import Gpu
 from magicpig_cli.kernels import SIGNATURE_ROWS
 from magicpig_cli.model.shape import shape_from_config
 from magicpig_cli.planner import Plan, plan
+from magicpig_cli.planner.copies import DEPTH, copy_buffers
 from tests.fake_device import FakeDevice
 from tests.tiny import tiny_model
 from tests.tolerances import close_logits
@@ -121,6 +124,24 @@ def test_nobody_waits_in_a_step_and_a_steady_state_allocates_nothing(mode):
     device.nobody_may_wait = False
     assert device.allocations == allocated
     assert device.held == {**held, "blocks": device.held["blocks"]}
+
+
+@pytest.mark.parametrize("mode", ["exact", "lsh", "rabitq"])
+def test_the_plan_knows_every_byte_on_the_device(mode):
+    device = FakeDevice()
+    card = Gpu(0, "Card", 1 << 30, 1 << 30)
+    runner = make(device, mode, gpu=card, windows_on_host=False)
+    sequences = [runner.new_sequence() for _ in range(3)]
+    for number, sequence in enumerate(sequences):
+        list(runner.prefill(sequence, 2 * prompt(number)))
+    decode(runner, sequences)
+    planned_bytes = copy_buffers(runner.plan, batch=3)
+    assert device.held["windows"] == 3 * runner.plan.device_window_bytes()
+    assert device.held["buffers"] == planned_bytes.device
+    assert planned_bytes.host / 2 < device.held["pinned"] <= planned_bytes.host  # what is pinned needs no buffer
+    assert device.held["blocks"] >= runner.kv_bytes
+    assert DEPTH == rings.DEPTH
+    assert copy_buffers(replace(runner.plan, gpu=None), batch=3).device == 0
 
 
 # Halves
