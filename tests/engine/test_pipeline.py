@@ -189,11 +189,14 @@ def test_while_one_half_reads_keys_the_other_one_is_computed(monkeypatch):
         assert busy.acquire(blocking=False)
         threads.append(threading.current_thread().name)
         if len(threads) == 1:
-            deadline = threading.Event()
-            while len(asked) < 2 and not deadline.wait(0.001):
-                pass
-        busy.release()
-        return attend(*args, **named)
+            never = threading.Event()
+            while len(asked) < 2:
+                never.wait(0.001)
+            never.wait(0.03)  # so that the other half has its queries, and would begin
+        try:
+            return attend(*args, **named)
+        finally:
+            busy.release()
 
     monkeypatch.setattr(runner.staging, "bring", asking)
     monkeypatch.setattr(kernels, "rabitq_attend", reading)
