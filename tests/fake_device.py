@@ -97,7 +97,7 @@ class FakeStream:
         token = event.token
         with self.device.lock:
             _join(self.clock, event.clock)
-        if token is not None:
+        if token is not None and not (self.computes and self.device.host_runs_ahead):
             self.give(lambda: _await(token))
 
 
@@ -152,6 +152,8 @@ class FakeDevice:
     """delay: seconds before a copy is made, by direction (`there`, `back`) and how many there were before it.
 
     pins: whether memory is pinned. out_of_memory_at: which allocation on the device fails, counted from 0.
+    host_runs_ahead: streams that compute do not hold up their thread, as on a real device; nothing is to be computed
+    then. made: what was copied meanwhile.
     """
 
     current: FakeDevice
@@ -165,7 +167,8 @@ class FakeDevice:
         self.copies = {"there": 0, "back": 0}
         self.copied_bytes = {"there": 0, "back": 0}
         self.waited = 0  # times that the host asked for something at once
-        self.nobody_may_wait = False
+        self.nobody_may_wait = self.host_runs_ahead = False
+        self.made: list[torch.Tensor] = []
         self.problems: list[BaseException] = []
         self.host: Clock = {}
         self.lock = threading.RLock()
@@ -310,6 +313,8 @@ class FakeDevice:
         def make() -> None:
             time.sleep(self.delay(direction, number))
             to.copy_(of)
+            if self.host_runs_ahead:
+                self.made.append(of.clone())
 
         stream.give(make)
         if born is not None and stream.clock.get(born[0], 0) < born[1] and _memory(source) not in self._written:

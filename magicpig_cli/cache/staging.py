@@ -35,10 +35,15 @@ class Staging:
     def __init__(self, device: torch.device | Device) -> None:
         self.device = device_of(device) if isinstance(device, torch.device) else device
         self.on_host = self.device.on_host
-        self.notices: list[str] = []  # what had to be done differently from what was planned
+        self._notices: list[str] = []
         self._threads = threading.local()
         self._spare: list[Lane] = []  # of those that were apart
         self._pins = True  # until it is refused
+
+    def new_notices(self) -> list[str]:
+        """What had to be done differently from what was planned, since this was last asked."""
+        fresh, self._notices = self._notices, []
+        return fresh
 
     # --- at once ---
 
@@ -176,7 +181,7 @@ class Staging:
         """Said once; from then on nothing is asked for."""
         if self._pins:
             self._pins = False
-            self.notices.append("the system refuses pinned memory: copies to and from the GPU are slower")
+            self._notices.append("the system refuses pinned memory: copies to and from the GPU are slower")
 
     # --- buffers ---
 

@@ -90,6 +90,10 @@ class Engine:
         """`cpu`, or the name of the GPU."""
         return "cpu" if self._device.type == "cpu" else torch.cuda.get_device_name(self._device)
 
+    def new_notices(self) -> list[str]:
+        """What had to be done differently from what was asked or planned, since this was last asked."""
+        return self.codec.new_notices() + self.runner.staging.new_notices()
+
     def new_sequence(self) -> Sequence:
         """An empty sequence, to be continued over several requests."""
         return self.runner.new_sequence()

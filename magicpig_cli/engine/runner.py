@@ -69,11 +69,6 @@ class ModelRunner:
             )  # fmt: skip
         return self._attentions[sampler]
 
-    @property
-    def notices(self) -> list[str]:
-        """What had to be done differently from what the plan says."""
-        return self.staging.notices
-
     def _sampler(self, mode: str | None) -> str | None:
         """Name of the sampler of a mode; None = the plan's mode, or, as a result, exact attention."""
         return self.plan.sampler_of(mode or self.plan.mode)

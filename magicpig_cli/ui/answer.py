@@ -82,8 +82,8 @@ def stream_answer(
 
 
 def show_notices(engine: Engine, *, quiet: bool) -> None:
-    """What the codec had to do differently, each said once."""
-    for notice in engine.codec.new_notices():
+    """What had to be done differently, each said once."""
+    for notice in engine.new_notices():
         if not quiet:
             console.say(notice)
 

@@ -87,6 +87,21 @@ def test_what_was_sent_may_be_changed_at_once():
     assert device.problems == []
 
 
+def test_a_host_that_runs_ahead_overwrites_nothing_that_is_still_to_be_copied():
+    staging = Staging(device := FakeDevice(slow("there")))
+    device.host_runs_ahead = True
+    for number in range(2 * DEPTH + 1):
+        with staging.sent("x", torch.tensor([float(number)])):
+            pass
+    staging.settle()
+    block = torch.zeros(4)  # neither pinned nor kept by anybody
+    for number, _ in staging.stream("y", ((n, block.fill_(n)) for n in range(2 * DEPTH + 1))):
+        assert number <= 2 * DEPTH
+    staging.settle()
+    sent = [float(part[:4].view(torch.float32)) for part in device.made]
+    assert sent == [float(n) for n in range(2 * DEPTH + 1)] * 2
+
+
 @pytest.mark.parametrize("pins", [True, False])
 def test_while_one_block_is_used_the_next_one_is_copied(pins):
     staging = Staging(device := FakeDevice(slow("there"), pins=pins))
@@ -133,8 +148,8 @@ def test_a_refusal_to_pin_is_said_once_and_nothing_is_asked_for_any_more():
     for _ in range(2):
         staging.pin(memory)
         assert staging.bring("x", on_device(staging, 4.0)).wait()[0].tolist() == [4.0]
-    assert len(staging.notices) == 1
-    assert "pinned" in staging.notices[0]
+    (notice,) = staging.new_notices()
+    assert "pinned" in notice
     device.pins = True
     staging.pin(memory)
     assert device.held["blocks"] == 0
