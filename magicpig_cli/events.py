@@ -51,6 +51,8 @@ class StepStats:
     offloaded: dict[int, int] = field(default_factory=dict)  # layer → offloaded keys, summed over query heads
     squares: dict[int, float] = field(default_factory=dict)  # layer → mean over heads of the estimated error's square
     budget: float | None = None  # mean over sampled layers and heads, of a sampler that has one
+    device_ms: dict[str, float] = field(default_factory=dict)  # stage → what a GPU took, by its clock, beside the host
+    waited_ms: float = 0.0  # part of `other`: until a GPU had the queries of a layer; of both halves of a batch
 
     @property
     def sampled_ratio(self) -> float | None:

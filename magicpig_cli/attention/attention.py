@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as SequenceOf
+from threading import Lock
 
 import numpy as np
 import torch
 
-from magicpig_cli.attention.base import Estimate, LogitRule, Partial, Sampler, StepRecorder
-from magicpig_cli.attention.exact import attend_chunk, attend_step
+from magicpig_cli.attention.base import Estimate, Late, LogitRule, Partial, Sampler, StepRecorder
+from magicpig_cli.attention.exact import attend_chunk, attend_near, attend_step
 from magicpig_cli.attention.merge import merge, share_of
 from magicpig_cli.cache.base import Index, IndexReader
 from magicpig_cli.cache.layer import LayerCache
 from magicpig_cli.cache.staging import Staging
+from magicpig_cli.cache.store import as_array
 from magicpig_cli.config import BLOCK_KEYS
 
 
@@ -20,18 +23,19 @@ class Attention:
     """Exact attention for prompts, dense layers and short sequences; sampled attention for the others.
 
     rotation: [D, D] on the device, by which keys and queries are multiplied before anything else; None = not at all.
+    turn: held by who has the kernels at work beside a device. They use all threads, so halves of a batch take turns.
     """
 
     def __init__(
         self, sampler: Sampler | None, row_dtype: torch.dtype, threads: int, staging: Staging,
-        rotation: torch.Tensor | None = None,
+        rotation: torch.Tensor | None = None, turn: Lock | None = None,
     ) -> None:  # fmt: skip
         self._sampler = sampler
         self._row_dtype = row_dtype
         self._rotation = rotation
         self._threads = threads
         self._staging = staging
-        self.windows_on_host = staging.device.type == "cpu"  # where the kernels that sample can read them
+        self._turn = turn or Lock()
 
     def _rows(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """K and V side by side, rounded to the row type: [B, Hkv, T, D] twice → [B, Hkv, T, 2, D]."""
@@ -67,7 +71,7 @@ class Attention:
     ) -> torch.Tensor:
         """A prompt chunk of one sequence: q [1, H, T, D], key and value [1, Hkv, T, D] → [1, T, H, D]."""
         rows = self._rows(key, value)[0]
-        history = cache.pieces(at_most=BLOCK_KEYS)
+        history = cache.pieces(at_most=BLOCK_KEYS) if self._staging.on_host else cache.pieces_there(_in_sight(cache))
         queries = self._rotated(q[0])
         out = attend_chunk(queries, rows, history, cache.length, rule, cache.spec.window, self._staging)
         cache.extend(rows)
@@ -82,17 +86,33 @@ class Attention:
         sampled[b]: estimate the offloaded part of sequence b from its index instead of reading all of it.
         """
         queries = self._rotated(q[:, :, 0]).float().contiguous()
-        store_from = [self._step_index(layer, c) if s else 0 for c, s in zip(caches, sampled, strict=True)]
-        self._take(caches, key, value)
-        picked = [b for b, s in enumerate(sampled) if s]
-        if not picked:
-            with record.stage("dense"):
-                attended = attend_step(queries, list(caches), store_from, rule, self._threads, self._staging)
-        elif self.windows_on_host:
-            attended = self._sample_beside(layer, caches, sampled, store_from, queries, rule, record)
+        if self._sampler is not None and any(sampled):
+            attend = self._sample_beside if self._staging.on_host else self._sample_apart
+            attended = attend(layer, caches, sampled, queries, key, value, rule, record)
+            self._measure(caches, sampled, queries, attended, rule, record)
         else:
-            attended = self._sample_apart(layer, caches, picked, store_from, queries, rule, record)
+            self._take(caches, key, value)
+            with record.on_device("dense", self._staging):
+                attended = attend_step(queries, list(caches), [0] * len(caches), rule, self._threads, self._staging)
         return attended.out.to(q.dtype).unsqueeze(1)
+
+    def finish(self, record: StepRecorder) -> None:
+        """At the end of a forward: wait for what was not waited for in its layers, and note it."""
+        if record.late:
+            (shares,) = self._staging.bring("shares", torch.stack([late.share for late in record.late])).wait()
+            for late, share in zip(record.late, shares.numpy(), strict=True):
+                for b, index in enumerate(late.indexes):
+                    if index is not None:
+                        self._note_error(late.layer, len(late.indexes), b, index, late.error[b] * share[b], record)
+            record.late.clear()
+        self._staging.settle()
+        record.read_marks()
+
+    def learn(self, record: StepRecorder) -> None:
+        """After a step that was made for every sequence of the batch: the sampler learns from its errors."""
+        if self._sampler is not None:
+            for index, error in record.lessons:
+                self._sampler.learn(index, error)
 
     def _take(self, caches: SequenceOf[LayerCache], key: torch.Tensor, value: torch.Tensor) -> None:
         """Take in one new token per sequence: key and value [B, Hkv, 1, D]."""
@@ -111,72 +131,110 @@ class Attention:
         return index.length
 
     def _sample_beside(
-        self, layer: int, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], store_from: list[int],
-        queries: torch.Tensor, rule: LogitRule, record: StepRecorder,
+        self, layer: int, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], queries: torch.Tensor,
+        key: torch.Tensor, value: torch.Tensor, rule: LogitRule, record: StepRecorder,
     ) -> Partial:  # fmt: skip
-        """Exact parts and samples of all sequences in one call of the kernels."""
+        """Exact parts and samples of all sequences in one call of the kernels, which read the windows too."""
         assert self._sampler is not None
+        store_from = [self._step_index(layer, c) if s else 0 for c, s in zip(caches, sampled, strict=True)]
+        self._take(caches, key, value)
         runs = [cache.runs(start) for cache, start in zip(caches, store_from, strict=True)]
-        found = self._sampler.attend(layer, queries, list(caches), rule, record, runs, sampled)
-        picked = [b for b, flag in enumerate(sampled) if flag]
-        for b in picked:
-            self._note(layer, caches, b, found, b, found.error, record)
-        self._measure(caches, picked, queries, found.attended, rule, record)
-        return found.attended
+        found = self._sampler.attend(layer, as_array(queries), list(caches), rule, record, runs, sampled)
+        for b in (b for b, flag in enumerate(sampled) if flag):
+            index = caches[b].index
+            assert index is not None
+            self._note(layer, len(caches), b, index.length, found, record)
+            if found.error is not None:
+                self._note_error(layer, len(caches), b, index, found.error[b], record)
+        return found.partial
 
     def _sample_apart(
-        self, layer: int, caches: SequenceOf[LayerCache], picked: list[int], store_from: list[int],
-        queries: torch.Tensor, rule: LogitRule, record: StepRecorder,
+        self, layer: int, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], queries: torch.Tensor,
+        key: torch.Tensor, value: torch.Tensor, rule: LogitRule, record: StepRecorder,
     ) -> Partial:  # fmt: skip
-        """Exact parts of all sequences where they are, samples of those `picked` from host memory, merged."""
+        """Windows on the device, beside that by the kernels what of sampled sequences is in host memory, then merged.
+
+        Nobody waits but the host for its queries. The indexes' upkeep comes last, while the device goes on: rows that
+        this step has moved out of the window are sampled from later than on a CPU, and attended exactly until then.
+        """
         assert self._sampler is not None
-        with record.stage("window"):
-            near = attend_step(queries, list(caches), store_from, rule, self._threads, self._staging)
-        q = queries[picked].contiguous()
-        found = self._sampler.attend(layer, q, [caches[b] for b in picked], rule, record)
-        with record.stage("merge"):
-            merged = merge(Partial(near.out[picked], near.lse[picked]), found.attended)
-            out, lse = near.out.clone(), near.lse.clone()
-            out[picked], lse[picked] = merged.out, merged.lse
-            error = found.error
-            if error is not None:
-                error = error * self._staging.to_host(share_of(found.attended, merged)).numpy()
-        for row, b in enumerate(picked):
-            self._note(layer, caches, b, found, row, error, record)
-        attended = Partial(out, lse)
-        self._measure(caches, picked, queries, attended, rule, record)
+        with record.on_device("hash", self._staging):
+            computed = self._sampler.on_device(layer, queries)
+        asked = self._staging.bring("queries", queries, *computed)
+        moves = [cache.full for cache in caches]
+        indexes = [self._index(layer, c) if s else None for c, s in zip(caches, sampled, strict=True)]
+        covered = [0 if index is None else index.length for index in indexes]
+        self._take(caches, key, value)
+        with record.on_device("window", self._staging):
+            near = attend_near(queries, list(caches), sampled, rule)
+        begin = time.perf_counter_ns()
+        q, *computed_here = asked.wait()
+        record.waited_ns += time.perf_counter_ns() - begin
+        with self._turn:
+            runs = [c.stored_runs(start) if s else [] for c, start, s in zip(caches, covered, sampled, strict=True)]
+            found = self._sampler.attend(
+                layer, as_array(q), list(caches), rule, record, runs, sampled, computed=computed_here
+            )
+        with record.on_device("merge", self._staging):
+            attended = self._merged(layer, near, found, indexes, record)
+        for b, index in enumerate(indexes):
+            if index is not None:
+                self._note(layer, len(caches), b, covered[b], found, record)
+                if not moves[b]:
+                    with self._turn:
+                        index.step()
         return attended
 
+    def _merged(
+        self, layer: int, near: Partial, found: Estimate, indexes: list[Index | None], record: StepRecorder
+    ) -> Partial:
+        """Windows and estimates, on the device, and what is left of the estimated error."""
+        estimate = found.partial
+        with self._staging.sent("estimates", estimate.out, estimate.lse) as there:
+            far = Partial(*there)
+            attended = merge(near, far)
+            if found.error is not None:
+                record.late.append(Late(layer, indexes, found.error, share_of(far, attended)))
+            return attended
+
     def _note(
-        self, layer: int, caches: SequenceOf[LayerCache], b: int, found: Estimate, row: int,
-        error: np.ndarray | None, record: StepRecorder,
+        self, layer: int, count: int, b: int, covered: int, found: Estimate, record: StepRecorder
     ) -> None:  # fmt: skip
-        """Record what was sampled of sequence b, which is in this row of `found`; error: as estimated, [.., H]."""
-        index = caches[b].index
-        assert index is not None
-        assert self._sampler is not None
+        """Record what was sampled of sequence b of `count`, from so many keys of its index."""
         for table in (record.sampled, record.offloaded):
-            table.setdefault(layer, [0] * len(caches))
+            table.setdefault(layer, [0] * count)
         for told in (record.squares, record.budgets):
-            told.setdefault(layer, [None] * len(caches))
-        record.sampled[layer][b] = int(found.sampled[row].sum())
-        record.offloaded[layer][b] = index.length * found.sampled.shape[1]
-        if error is not None:
-            wide = error[row].astype(np.float64)
-            record.squares[layer][b] = float(wide @ wide) / len(wide)
-            self._sampler.learn(index, error[row])
+            told.setdefault(layer, [None] * count)
+        record.sampled[layer][b] = int(found.sampled[b].sum())
+        record.offloaded[layer][b] = covered * found.sampled.shape[1]
         if found.budget is not None:
-            record.budgets[layer][b] = float(found.budget[row].sum(dtype=np.float64)) / found.budget.shape[1]
+            record.budgets[layer][b] = float(found.budget[b].sum(dtype=np.float64)) / found.budget.shape[1]
+
+    def _note_error(
+        self, layer: int, count: int, b: int, index: Index, error: np.ndarray, record: StepRecorder
+    ) -> None:  # fmt: skip
+        """Record the estimated relative error [H] of sequence b."""
+        wide = error.astype(np.float64)
+        record.squares.setdefault(layer, [None] * count)[b] = float(wide @ wide) / len(wide)
+        record.lessons.append((index, error))
 
     def _measure(
-        self, caches: SequenceOf[LayerCache], picked: SequenceOf[int], queries: torch.Tensor, attended: Partial,
+        self, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], queries: torch.Tensor, attended: Partial,
         rule: LogitRule, record: StepRecorder,
     ) -> None:  # fmt: skip
-        """How far the results of the sequences `picked` are off, if that is asked for."""
+        """How far the results of the sampled sequences are off, if that is asked for."""
         if record.errors is None:
             return
+        picked = [b for b, flag in enumerate(sampled) if flag]
         chosen = [caches[b] for b in picked]
         q = queries[picked].contiguous()
         truth = attend_step(q, chosen, [0] * len(chosen), rule, self._threads, self._staging)
         size = truth.out.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
         record.errors.append((attended.out[picked] - truth.out).norm(dim=-1) / size)
+
+
+def _in_sight(cache: LayerCache) -> int:
+    """The first row of the store that the next token may attend to."""
+    window = cache.spec.window
+    first = 0 if window is None else cache.length - window + 1
+    return min(max(0, first - cache.shape.sink), cache.store.length)

@@ -17,6 +17,7 @@ import torch
 
 from magicpig_cli import kernels
 from magicpig_cli.cache.base import Index, IndexReader
+from magicpig_cli.cache.device import Event
 from magicpig_cli.cache.layer import LayerCache, Run
 from magicpig_cli.cache.staging import Staging
 
@@ -41,6 +42,16 @@ class LogitRule:
     softcap: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Of a layer whose estimate was merged on a device: errors of the estimate, and what the device makes of them."""
+
+    layer: int
+    indexes: list[Index | None]  # per sequence; None = not sampled
+    error: np.ndarray  # float32 [B, H], of the estimate
+    share: torch.Tensor  # float32 [B, H] on the device (`merge.share_of`)
+
+
 @dataclass(slots=True)
 class StepRecorder:
     """Where the time of one decode step went and what was sampled; one per forward."""
@@ -52,6 +63,11 @@ class StepRecorder:
     squares: dict[int, list[float | None]] = field(default_factory=dict)  # mean square of the estimated relative error
     budgets: dict[int, list[float | None]] = field(default_factory=dict)  # mean budget
     errors: list[torch.Tensor] | None = None  # if a list: relative error of each sampled (sequence, head), per layer
+    waited_ns: int = 0  # until a device had queries; part of no stage
+    device_ns: dict[str, int] = field(default_factory=dict)  # stage → what the device took for it, beside the host
+    lessons: list[tuple[Index, np.ndarray]] = field(default_factory=list)  # estimated errors [H], of `Attention.learn`
+    late: list[Late] = field(default_factory=list)  # what `Attention.finish` has to wait for
+    marks: list[tuple[str, Event, Event]] = field(default_factory=list)  # stage, and when the device began and ended it
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -64,15 +80,36 @@ class StepRecorder:
     def add(self, name: str, nanoseconds: int) -> None:
         self.ns[name] = self.ns.get(name, 0) + nanoseconds
 
+    @contextmanager
+    def on_device(self, name: str, staging: Staging) -> Iterator[None]:
+        """A stage that the host only gives to the device: both times are kept."""
+        begin = staging.mark()
+        with self.stage(name):
+            yield
+        end = staging.mark()
+        if begin is not None and end is not None:
+            self.marks.append((name, begin, end))
+
+    def read_marks(self) -> None:
+        """Add up what the device took; it has done all of it."""
+        for name, begin, end in self.marks:
+            self.device_ns[name] = self.device_ns.get(name, 0) + int(begin.elapsed_time(end) * 1e6)
+        self.marks.clear()
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a sampler makes of the offloaded keys, and of the rows that it attends exactly beside them."""
+    """What a sampler makes of the offloaded keys, and of the rows that it attends exactly beside them. On the host."""
 
-    attended: Partial  # on the device
+    out: np.ndarray  # float32 [B, H, D], as in `Partial`
+    lse: np.ndarray  # float32 [B, H]
     sampled: np.ndarray  # int64 [B, H], keys
     error: np.ndarray | None  # float32 [B, H], ‖õ − o‖ / ‖o‖ as the sampled keys tell it; None = not estimated
     budget: np.ndarray | None = None  # float32 [B, H], share of the keys that was to be sampled, where there is one
+
+    @property
+    def partial(self) -> Partial:
+        return Partial(torch.from_numpy(self.out), torch.from_numpy(self.lse))
 
 
 class Sampler(Protocol):
@@ -88,14 +125,19 @@ class Sampler(Protocol):
         """The index in a file, over the layer's store. Raises MagicpigError if it is not one of this sampler."""
         ...
 
+    def on_device(self, layer: int, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What a device computes of its queries float32 [B, H, D], to come to the host with them; never on a CPU."""
+        ...
+
     def attend(
-        self, layer: int, q: torch.Tensor, caches: list[LayerCache], rule: LogitRule, record: StepRecorder,
+        self, layer: int, q: np.ndarray, caches: list[LayerCache], rule: LogitRule, record: StepRecorder,
         exact: list[list[Run]] | None = None, sampled: Sequence[bool] | None = None,
+        computed: Sequence[torch.Tensor] = (),
     ) -> Estimate:  # fmt: skip
-        """Estimate attention over the indexed keys: q float32 [B, H, D] on the device.
+        """Estimate attention over the indexed keys: q float32 [B, H, D].
 
         exact: per sequence, runs of rows in host memory that are attended exactly and merged in; sampled: which
-        sequences have more than these (None = all).
+        sequences have more than these (None = all); computed: what `on_device` gave, in host memory.
         """
         ...
 
@@ -108,10 +150,9 @@ class Sampler(Protocol):
         ...
 
 
-def as_estimate(done: kernels.Sampled, record: StepRecorder, staging: Staging, budget: np.ndarray | None) -> Estimate:
-    """What a kernel has found, on the device; its times are recorded."""
+def as_estimate(done: kernels.Sampled, record: StepRecorder, budget: np.ndarray | None) -> Estimate:
+    """What a kernel has found; its times are recorded."""
     spent = sum(done.stage_ns.values()) or 1
     for stage, nanoseconds in done.stage_ns.items():  # of all threads: share out the wall time
         record.add(stage, done.wall_ns * nanoseconds // spent)
-    out, lse = (staging.to_device(torch.from_numpy(array)) for array in (done.out, done.lse))
-    return Estimate(Partial(out, lse), done.sampled, done.error, budget)
+    return Estimate(done.out, done.lse, done.sampled, done.error, budget)

@@ -7,12 +7,13 @@ devices. (9/3 heads of 64 and 32/8 of 128, chunks of 512 after 4k tokens, 2 thre
 mask gains 1.2×, and on bfloat16 queries and rows the kernel is no faster.)
 
 A decode step reads each row once; on the CPU that is the streaming kernel over the rows where they lie, on another
-device the rows are copied there block by block.
+device the rows are copied there, each block while the one before is multiplied (`cache.staging`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 
 import torch
 
@@ -22,6 +23,14 @@ from magicpig_cli.cache.layer import LayerCache
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import as_array
 from magicpig_cli.config import BLOCK_KEYS, FLASH_KEYS
+
+
+def _logits(q: torch.Tensor, rows: torch.Tensor, rule: LogitRule) -> torch.Tensor:
+    """[Hkv, R, n] of q [Hkv, R, D] and rows [Hkv, n, 2, D], all float32."""
+    logits = torch.matmul(q, rows[:, :, 0].transpose(1, 2)).mul_(rule.scale)
+    if rule.softcap is not None:
+        logits.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    return logits
 
 
 class _OnlineSoftmax:
@@ -36,9 +45,7 @@ class _OnlineSoftmax:
     def add(self, rows: torch.Tensor, hidden: torch.Tensor | None = None) -> None:
         """rows: [Hkv, n, 2, D] of any float type; hidden: bool [R, n], True where a query must not see a key."""
         rows = rows.float()
-        scores = torch.matmul(self.q, rows[:, :, 0].transpose(1, 2)).mul_(self.rule.scale)
-        if self.rule.softcap is not None:
-            scores.div_(self.rule.softcap).tanh_().mul_(self.rule.softcap)
+        scores = _logits(self.q, rows, self.rule)
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
         top = torch.maximum(self.top, scores.amax(dim=-1, keepdim=True))
@@ -61,13 +68,13 @@ def attend_chunk(
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention of a prompt chunk to its history and itself (prefill).
 
-    q: [H, T, D]; rows: the chunk's own [Hkv, T, 2, D]; history: (first position, rows [Hkv, n, 2, D]) pieces;
-    first: position of the chunk's first token; window: keys a query sees, itself included (None = all).
+    q: [H, T, D]; rows: the chunk's own [Hkv, T, 2, D]; history: (first position, rows [Hkv, n, 2, D]) pieces, where
+    q is; first: position of the chunk's first token; window: keys a query sees, itself included (None = all).
     Returns [T, H, D] in q's dtype.
     """
     in_sight = window is None or first + q.shape[1] <= window
     # Not one token alone: the flash kernel splits a single row by the number of threads, which the result then shows.
-    if q.device.type == "cpu" and rule.softcap is None and in_sight and q.shape[1] > 1:
+    if staging.on_host and rule.softcap is None and in_sight and q.shape[1] > 1:
         return _attend_chunk_flash(q, rows, history, rule.scale)
     heads, count, dim = q.shape
     kv_heads = rows.shape[0]
@@ -82,17 +89,24 @@ def attend_chunk(
             mask |= keys <= positions[:, None] - window
         return mask.repeat(group, 1)
 
-    for start, piece in history:
+    for start, piece in _blocks(history):
         stop = start + piece.shape[1]
         if window is not None and stop <= first - window + 1:
             continue  # out of sight even for the chunk's first token
         partly = window is not None and start <= first + count - 1 - window
-        softmax.add(staging.to_device(piece), hidden(start, stop) if partly else None)
+        softmax.add(piece, hidden(start, stop) if partly else None)
     for offset in range(0, count, BLOCK_KEYS):
         stop = min(offset + BLOCK_KEYS, count)
         softmax.add(rows[:, offset:stop], hidden(first + offset, first + stop))
     out, _ = softmax.result()
     return out.reshape(heads, count, dim).transpose(0, 1).to(q.dtype)
+
+
+def _blocks(pieces: Iterable[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Pieces cut to BLOCK_KEYS rows at most."""
+    for start, piece in pieces:
+        for offset in range(0, piece.shape[1], BLOCK_KEYS):
+            yield start + offset, piece[:, offset : offset + BLOCK_KEYS]
 
 
 def _attend_chunk_flash(
@@ -143,12 +157,9 @@ def _float_blocks(history: Iterable[tuple[int, torch.Tensor]], shape: torch.Size
 
 
 def _visible(cache: LayerCache, store_from: int) -> Iterator[torch.Tensor]:
-    """Rows that the newest token sees, as device or host pieces; of the store those from `store_from` on."""
-    if store_from >= cache.store.length and cache.spec.window is None:
-        yield cache.window.valid
-        return
+    """Rows that the newest token sees, on the device; of the store those from `store_from` on."""
     first = cache.first_visible()
-    for start, piece in cache.pieces(at_most=BLOCK_KEYS * 8, store_from=store_from):
+    for start, piece in cache.pieces_there(max(store_from, min(cache.store.length, first - cache.shape.sink))):
         if start + piece.shape[1] > first:
             yield piece[:, max(0, first - start) :]
 
@@ -160,16 +171,45 @@ def attend_step(
 
     q: float32 [B, H, D]; of what the token sees in the store of sequence b, only rows from store_from[b] on.
     """
-    if q.device.type == "cpu":
+    if staging.on_host:
         runs = [cache.runs(start) for cache, start in zip(caches, store_from, strict=True)]
         done = kernels.exact_attend(as_array(q), runs, scale=rule.scale, softcap=rule.softcap, threads=threads)
         return Partial(torch.from_numpy(done.out), torch.from_numpy(done.lse))
-    outs, sums = [], []
-    for row, cache, start in zip(q, caches, store_from, strict=True):
-        softmax = _OnlineSoftmax(row.reshape(cache.spec.kv_heads, -1, row.shape[-1]), rule)
-        for piece in _visible(cache, start):
-            softmax.add(staging.to_device(piece))
-        out, lse = softmax.result()
-        outs.append(out.reshape(row.shape))
-        sums.append(lse.reshape(row.shape[0]))
-    return Partial(torch.stack(outs), torch.stack(sums))
+    parts = [_see_all(row, cache, start, rule) for row, cache, start in zip(q, caches, store_from, strict=True)]
+    return _stacked(parts, q)
+
+
+def attend_near(q: torch.Tensor, caches: list[LayerCache], windows_only: SequenceOf[bool], rule: LogitRule) -> Partial:
+    """Attention of one new token per sequence, on the device: q float32 [B, H, D].
+
+    windows_only[b]: sequence b attends to its window alone, else to everything it sees.
+    """
+    parts = [
+        _see_window(row, cache, rule) if only else _see_all(row, cache, 0, rule)
+        for row, cache, only in zip(q, caches, windows_only, strict=True)
+    ]
+    return _stacked(parts, q)
+
+
+def _see_all(
+    row: torch.Tensor, cache: LayerCache, store_from: int, rule: LogitRule
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out and LSE of one token [H, D]; of what it sees in the store only rows from `store_from` on."""
+    softmax = _OnlineSoftmax(row.reshape(cache.spec.kv_heads, -1, row.shape[-1]), rule)
+    for piece in _visible(cache, store_from):
+        softmax.add(piece)
+    return softmax.result()
+
+
+def _see_window(row: torch.Tensor, cache: LayerCache, rule: LogitRule) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of its window, where it is itself; in few operators: giving them may take longer than computing them."""
+    rows = cache.window.valid.float()
+    logits = _logits(row.reshape(rows.shape[0], -1, row.shape[-1]), rows, rule)
+    lse = logits.logsumexp(dim=-1, keepdim=True)
+    return torch.matmul(logits.sub_(lse).exp_(), rows[:, :, 1]), lse.squeeze(-1)
+
+
+def _stacked(parts: list[tuple[torch.Tensor, torch.Tensor]], q: torch.Tensor) -> Partial:
+    """out and LSE of each sequence as those of q [B, H, D]."""
+    outs, sums = (torch.stack(each) for each in zip(*parts, strict=True))
+    return Partial(outs.view(q.shape), sums.view(q.shape[:2]))

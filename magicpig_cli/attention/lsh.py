@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -14,9 +16,12 @@ from magicpig_cli.attention.estimator import log_weight_table
 from magicpig_cli.cache.base import Index, IndexReader
 from magicpig_cli.cache.index import LshIndex, SavedTables
 from magicpig_cli.cache.layer import LayerCache, Run
+from magicpig_cli.cache.quantize import as_numbers
 from magicpig_cli.cache.staging import Staging
-from magicpig_cli.cache.store import RowStore, as_array
+from magicpig_cli.cache.store import RowStore
 from magicpig_cli.config import HASH_ROWS
+
+HASHED_HERE = 64  # rows up to which the host hashes them itself: what a decode step does for its index is four
 
 
 def gaussian_directions(hash_seed: int, layer: int, head_dim: int, columns: int) -> np.ndarray:
@@ -25,15 +30,21 @@ def gaussian_directions(hash_seed: int, layer: int, head_dim: int, columns: int)
     return generator.standard_normal((head_dim, columns), dtype=np.float32)
 
 
-def pack_signs(projected: torch.Tensor, K: int, L: int) -> torch.Tensor:
-    """Sign bits of [..., L·K] as integer codes int32 [..., L]; bit k of table l is column l·K + k."""
-    bits = (projected > 0).reshape(*projected.shape[:-1], L, K)
-    powers = torch.tensor([1 << k for k in range(K)], dtype=torch.int32, device=projected.device)
-    return (bits * powers).sum(dim=-1, dtype=torch.int32)
+def pack_signs(projected: torch.Tensor, powers: torch.Tensor, L: int) -> torch.Tensor:
+    """Sign bits of [..., L·K] as the bits of uint16 codes, int16 [..., L]; bit k of table l is column l·K + k.
+
+    powers: int32 [K], 2ᵏ, on the same device.
+    """
+    bits = (projected > 0).reshape(*projected.shape[:-1], L, len(powers))
+    return (bits * powers).sum(dim=-1, dtype=torch.int32).to(torch.int16)
 
 
 class LshHasher:
-    """SimHash codes of one layer's keys and queries. On the CPU the kernels hash; elsewhere the device projects."""
+    """SimHash codes of one layer's keys and queries.
+
+    A device projects its queries and the keys of a prompt. On the CPU, and for the few keys that a decode step hashes,
+    for which it would wait longer than they take, the kernels do.
+    """
 
     def __init__(
         self, layer: int, head_dim: int, K: int, L: int, hash_seed: int, threads: int, staging: Staging
@@ -44,8 +55,10 @@ class LshHasher:
         self._projection = kernels.Projection(self._matrix, K, L)
 
     @cached_property
-    def _device_matrix(self) -> torch.Tensor:
-        return self._staging.to_device(torch.from_numpy(self._matrix))
+    def _there(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """On the device: the directions, and the values of bits."""
+        powers = torch.tensor([1 << k for k in range(self.K)], dtype=torch.int32)
+        return self._staging.to_device(torch.from_numpy(self._matrix)), self._staging.to_device(powers)
 
     def bias(self, mean: np.ndarray) -> np.ndarray:
         """What the mean contributes to each projection: float32 [Hkv, D] → [Hkv, L·K]."""
@@ -55,27 +68,48 @@ class LshHasher:
         self, store: RowStore, start: int, stop: int, bias: np.ndarray, out: np.ndarray, first_head: int = 0
     ) -> None:
         """Codes of stored rows [start, stop), centred, into out uint16 [heads, L, n], of heads from first_head on."""
-        if self._staging.device.type == "cpu":
+        if self._staging.on_host or stop - start <= HASHED_HERE:
             kernels.hash_rows(store.table, start, stop, self._projection, bias, self._threads, out, first_head)
             return
-        heads = slice(first_head, first_head + out.shape[0])
-        offset = self._staging.to_device(torch.from_numpy(bias[heads])).unsqueeze(1)
-        done = 0
-        for rows in store.views(start, stop, at_most=HASH_ROWS):
-            keys = self._staging.to_device(rows[heads])[:, :, 0].float()
-            codes = self._pack_on_device(keys @ self._device_matrix - offset)
-            out[:, :, done : done + rows.shape[1]] = codes.transpose(0, 2, 1)
-            done += rows.shape[1]
+        for head in range(len(out)):
+            self._codes_there(store, start, stop, bias[first_head + head], out[head], first_head + head)
+        self._staging.settle()
 
-    def query_codes(self, q: torch.Tensor) -> np.ndarray:
+    def _codes_there(
+        self, store: RowStore, start: int, stop: int, bias: np.ndarray, out: np.ndarray, head: int
+    ) -> None:  # fmt: skip
+        """The same of one head, by the device: bias [L·K], out [L, n], which are there after `Staging.settle`."""
+        matrix, _ = self._there
+        offset = self._staging.to_device(torch.from_numpy(bias))
+        pieces = store.lying(start, stop, at_most=HASH_ROWS)
+        for done, rows in self._staging.stream("hashed rows", _placed(rows[head] for rows in pieces)):
+            keys = as_numbers(rows)[:, 0].float()
+            codes = self._pack(keys @ matrix - offset)  # [n, L]
+            self._staging.bring("codes of rows", codes, then=partial(_keep, out[:, done : done + len(keys)]))
+
+    def query_codes(self, q: np.ndarray) -> np.ndarray:
         """Codes of queries float32 [B, H, D], never centred: uint16 [B, H, L]."""
-        if self._staging.device.type == "cpu":
-            return kernels.hash_queries(as_array(q), self._projection, threads=self._threads)
-        return self._pack_on_device(q @ self._device_matrix)
+        return kernels.hash_queries(q, self._projection, threads=self._threads)
 
-    def _pack_on_device(self, projected: torch.Tensor) -> np.ndarray:
-        codes = pack_signs(projected, self.K, self.L)
-        return self._staging.to_host(codes).numpy().astype(np.uint16)
+    def query_codes_there(self, q: torch.Tensor) -> torch.Tensor:
+        """The same by the device, on it: the bits as int16."""
+        return self._pack(q @ self._there[0])
+
+    def _pack(self, projected: torch.Tensor) -> torch.Tensor:
+        return pack_signs(projected, self._there[1], self.L)
+
+
+def _placed(pieces: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Pieces of rows, each with the number of rows before it."""
+    done = 0
+    for rows in pieces:
+        yield done, rows
+        done += len(rows)
+
+
+def _keep(out: np.ndarray, codes: torch.Tensor) -> None:
+    """Codes int16 [n, L] into uint16 [L, n]."""
+    out[:] = codes.numpy().view(np.uint16).T
 
 
 class LshSampler:
@@ -89,13 +123,15 @@ class LshSampler:
         self._hash_seed, self._threads, self._staging = hash_seed, threads, staging
         self._weights = log_weight_table(K, L)
         self._hashers: dict[int, LshHasher] = {}
+        self._lock = threading.Lock()
 
     def hasher(self, layer: int, head_dim: int) -> LshHasher:
-        if layer not in self._hashers:
-            self._hashers[layer] = LshHasher(
-                layer, head_dim, self.K, self.L, self._hash_seed, self._threads, self._staging
-            )
-        return self._hashers[layer]
+        with self._lock:  # halves of a batch and the index builder may want the same one
+            if layer not in self._hashers:
+                self._hashers[layer] = LshHasher(
+                    layer, head_dim, self.K, self.L, self._hash_seed, self._threads, self._staging
+                )
+            return self._hashers[layer]
 
     def forget(self, layer: int) -> None:
         self._hashers.pop(layer, None)
@@ -110,20 +146,24 @@ class LshSampler:
         tables = SavedTables.read(saved, cache.spec.kv_heads)
         return LshIndex.restored(tables, self.hasher(layer, cache.spec.head_dim), cache.store, self._threads)
 
+    def on_device(self, layer: int, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.hasher(layer, q.shape[-1]).query_codes_there(q),)
+
     def attend(
-        self, layer: int, q: torch.Tensor, caches: list[LayerCache], rule: LogitRule, record: StepRecorder,
+        self, layer: int, q: np.ndarray, caches: list[LayerCache], rule: LogitRule, record: StepRecorder,
         exact: list[list[Run]] | None = None, sampled: SequenceOf[bool] | None = None,
+        computed: SequenceOf[torch.Tensor] = (),
     ) -> Estimate:  # fmt: skip
         with record.stage("hash"):
-            codes = self.hasher(layer, q.shape[-1]).query_codes(q)
+            hasher = self.hasher(layer, q.shape[-1])
+            codes = computed[0].numpy().view(np.uint16) if computed else hasher.query_codes(q)
         flags = sampled or [True] * len(caches)
         rows = [_sampled_rows(cache) if flag else _nothing(cache) for cache, flag in zip(caches, flags, strict=True)]
-        queries = as_array(self._staging.to_host(q))
         done = kernels.lsh_attend(
-            queries, codes, rows, self._weights, scale=rule.scale, softcap=rule.softcap, threads=self._threads,
+            q, codes, rows, self._weights, scale=rule.scale, softcap=rule.softcap, threads=self._threads,
             tail=self.tail_rate, key=(self._hash_seed, layer), exact=exact,
         )  # fmt: skip
-        return as_estimate(done, record, self._staging, None)
+        return as_estimate(done, record, None)
 
 
 def _sampled_rows(cache: LayerCache) -> kernels.SampledRows:

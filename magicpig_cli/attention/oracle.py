@@ -19,7 +19,7 @@ from magicpig_cli.attention.merge import merge
 from magicpig_cli.cache.base import Index, IndexReader
 from magicpig_cli.cache.layer import LayerCache, Run
 from magicpig_cli.cache.staging import Staging
-from magicpig_cli.cache.store import RowStore, as_array
+from magicpig_cli.cache.store import RowStore
 from magicpig_cli.errors import MagicpigError
 
 _FLOOR = 1e-30  # of a weight over the largest one: keys far below it count as equals
@@ -116,28 +116,34 @@ class FullScores:
     def forget(self, layer: int) -> None:
         """Nothing is drawn for a layer."""
 
+    def on_device(self, layer: int, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ()
+
     def attend(
-        self, layer: int, q: torch.Tensor, caches: list[LayerCache], rule: LogitRule, record: StepRecorder,
+        self, layer: int, q: np.ndarray, caches: list[LayerCache], rule: LogitRule, record: StepRecorder,
         exact: list[list[Run]] | None = None, sampled: SequenceOf[bool] | None = None,
+        computed: SequenceOf[torch.Tensor] = (),
     ) -> Estimate:  # fmt: skip
-        attended = Partial(torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, device=q.device))
+        attended = Partial(torch.zeros(q.shape), torch.full(q.shape[:2], -torch.inf))
         if exact is not None:
-            near = kernels.exact_attend(
-                as_array(q), exact, scale=rule.scale, softcap=rule.softcap, threads=self._threads
-            )
+            near = kernels.exact_attend(q, exact, scale=rule.scale, softcap=rule.softcap, threads=self._threads)
             attended = Partial(torch.from_numpy(near.out), torch.from_numpy(near.lse))
-        counts = np.zeros(tuple(q.shape[:2]), dtype=np.int64)
+        counts = np.zeros(q.shape[:2], dtype=np.int64)
+        queries = self._staging.to_device(torch.from_numpy(q))
         with record.stage("attend"):
             for b in (b for b in range(len(caches)) if sampled is None or sampled[b]):
-                middle, counts[b] = self._middle(layer, q[b : b + 1], caches[b], rule)
+                middle, counts[b] = self._middle(layer, queries[b : b + 1], caches[b], rule)
                 whole = merge(Partial(attended.out[b : b + 1], attended.lse[b : b + 1]), middle)
                 attended.out[b], attended.lse[b] = whole.out[0], whole.lse[0]
-        return Estimate(attended, counts, None)
+        return Estimate(attended.out.numpy(), attended.lse.numpy(), counts, None)
 
     def _middle(
         self, layer: int, q: torch.Tensor, cache: LayerCache, rule: LogitRule
     ) -> tuple[Partial, np.ndarray]:  # fmt: skip
-        """Over the chosen keys of one sequence, q [1, H, D], and how many these are: int64 [H]."""
+        """Over the chosen keys of one sequence, q [1, H, D] on the device, and how many these are: int64 [H].
+
+        Nobody waits for a baseline: copies are made at once.
+        """
         assert cache.index is not None, "sampling needs an index"
         uniforms = np.random.Generator(np.random.Philox(key=self._hash_seed, counter=[0, 0, cache.length, layer]))
         rows = cache.store.read(0, cache.index.length)
@@ -151,8 +157,8 @@ class FullScores:
             counts.append(torch.isfinite(logits).sum(dim=-1).flatten())
             sums.append(logits.logsumexp(dim=-1).flatten())
             outs.append((logits.softmax(dim=-1).nan_to_num() @ values).flatten(0, 1))  # NaN: no key was drawn
-        found = Partial(torch.cat(outs).unsqueeze(0), torch.cat(sums).unsqueeze(0))
-        return found, self._staging.to_host(torch.cat(counts)).numpy()
+        out, lse, found = (self._staging.to_host(torch.cat(parts)) for parts in (outs, sums, counts))
+        return Partial(out.unsqueeze(0), lse.unsqueeze(0)), found.numpy()
 
     def _choose(self, dots: torch.Tensor, rule: LogitRule, uniforms: np.random.Generator) -> torch.Tensor:
         """Corrected logits of products q·k [Hkv, G, N]."""

@@ -6,6 +6,7 @@ the budget; besides, every key is taken with a small probability. What is taken 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -17,8 +18,6 @@ from magicpig_cli.attention.estimator import log_normal_table
 from magicpig_cli.cache.base import Index, IndexReader
 from magicpig_cli.cache.layer import LayerCache, Run
 from magicpig_cli.cache.signatures import SavedSignatures, SignatureIndex
-from magicpig_cli.cache.staging import Staging
-from magicpig_cli.cache.store import as_array
 from magicpig_cli.config import BUDGET_RANGE
 
 _STREAM = 1  # of the counter; 0 draws the directions of hash tables
@@ -72,18 +71,19 @@ class RabitqSampler:
     name = "rabitq"
 
     def __init__(
-        self, *, budget: float, tail: float, bits: int, target_error: float | None, hash_seed: int, threads: int,
-        staging: Staging,
-    ) -> None:  # fmt: skip
+        self, *, budget: float, tail: float, bits: int, target_error: float | None, hash_seed: int, threads: int
+    ) -> None:
         self.budget, self.tail, self.bits, self.target_error = budget, tail, bits, target_error
-        self._hash_seed, self._threads, self._staging = hash_seed, threads, staging
+        self._hash_seed, self._threads = hash_seed, threads
         self._weights = log_normal_table()
         self._bases: dict[int, kernels.SignatureBasis] = {}
+        self._lock = threading.Lock()
 
     def basis(self, layer: int, head_dim: int) -> kernels.SignatureBasis:
-        if layer not in self._bases:
-            self._bases[layer] = signature_basis(self._hash_seed, layer, head_dim, self.bits)
-        return self._bases[layer]
+        with self._lock:  # halves of a batch may want the same one
+            if layer not in self._bases:
+                self._bases[layer] = signature_basis(self._hash_seed, layer, head_dim, self.bits)
+            return self._bases[layer]
 
     def forget(self, layer: int) -> None:
         self._bases.pop(layer, None)
@@ -104,9 +104,13 @@ class RabitqSampler:
                 budgets = np.full(len(error), self.budget, dtype=np.float32)
             index.budgets = next_budgets(budgets, error, self.target_error)
 
+    def on_device(self, layer: int, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ()
+
     def attend(
-        self, layer: int, q: torch.Tensor, caches: list[LayerCache], rule: LogitRule, record: StepRecorder,
+        self, layer: int, q: np.ndarray, caches: list[LayerCache], rule: LogitRule, record: StepRecorder,
         exact: list[list[Run]] | None = None, sampled: SequenceOf[bool] | None = None,
+        computed: SequenceOf[torch.Tensor] = (),
     ) -> Estimate:  # fmt: skip
         groups, budgets = [], np.full(q.shape[:2], self.budget, dtype=np.float32)
         for b, cache in enumerate(caches):
@@ -118,8 +122,7 @@ class RabitqSampler:
             else:
                 groups.append(kernels.SignedRows(cache.store.table, ()))
         done = kernels.rabitq_attend(
-            as_array(self._staging.to_host(q)), self.basis(layer, q.shape[-1]), groups, self._weights, budget=budgets,
-            tail=self.tail, key=(self._hash_seed, layer), scale=rule.scale, softcap=rule.softcap,
-            threads=self._threads, exact=exact,
+            q, self.basis(layer, q.shape[-1]), groups, self._weights, budget=budgets, tail=self.tail,
+            key=(self._hash_seed, layer), scale=rule.scale, softcap=rule.softcap, threads=self._threads, exact=exact,
         )  # fmt: skip
-        return as_estimate(done, record, self._staging, budgets)
+        return as_estimate(done, record, budgets)

@@ -31,7 +31,7 @@ def _exact(layer: IndexedLayer) -> Attend:
 
 
 def _hash(layer: IndexedLayer) -> Attend:
-    return lambda step: layer.hasher.query_codes(layer.tensors.q[step : step + 1])
+    return lambda step: layer.hasher.query_codes(layer.q[step : step + 1])
 
 
 def _sdpa(layer: IndexedLayer, dtype: torch.dtype) -> Attend:

@@ -30,7 +30,7 @@ import psutil
 import torch
 
 from magicpig_cli import hardware
-from magicpig_cli.bench.gpu_parity import Tokens, compare_devices
+from magicpig_cli.bench.gpu_parity import Tokens, compare_devices, compare_halves
 from magicpig_cli.bench.launch import launch_ms
 from magicpig_cli.bench.on_device import DeviceRunner
 from magicpig_cli.bench.overlap import measure_overlap
@@ -125,7 +125,7 @@ class Check:
         self.memory, self.output = memory, output
         self.document: dict[str, Any] = {
             "meta": {}, "parity": {"tokens_equal": None, "max_logit_diff": None}, "rows": [], "overlap_percent": None,
-            "without_graphs": [], "launch_ms": {}, "prefill_tok_s": None, "prefill": {}, "overlap": {},
+            "without_graphs": [], "launch_ms": {}, "prefill_tok_s": None, "prefill": {}, "overlap": {}, "halves": {},
             "faster_than_offloaded": {}, "seconds": {}, "skipped": {}, "problems": [], "notices": [],
         }  # fmt: skip
 
@@ -194,6 +194,8 @@ class Check:
             for mode in ("exact", "lsh"):
                 self.say(f"parity of {name}, {mode}")
                 parts[f"{name}, {mode}"] = compare_devices(config, mode, self.device, self.sizes.parity)
+            self.say(f"parity of {name}, lsh in halves")
+            parts[f"{name}, lsh in halves"] = compare_halves(config, "lsh", self.device, self.sizes.parity)
         self.document["parity"] = {
             "tokens_equal": all(part["tokens_equal"] for part in parts.values()),
             "max_logit_diff": max(part["max_logit_diff"] for part in parts.values()),
@@ -276,6 +278,8 @@ class Check:
                 else:
                     sequences.append(runner.fork(sequences[len(sequences) % own]))
             self._row(sampler, runner, sequences, sampler, min(own, batch))
+            if batch > 1:
+                self._whole(sampler, runner, sequences)
             if offloaded:
                 self._row("exact-offloaded", runner, sequences, "exact", min(own, batch))
             if batch in (self.sizes.batches[0], self.sizes.batches[-1]):
@@ -317,18 +321,35 @@ class Check:
         found = list(self._steps(runner, sequences, mode))[1:]  # the first warms up
         samples = [ms for ms, _ in found]
         steps = [stats for _, stats in found]
-        stages = {name: statistics.mean(stats.stages_ms[name] for stats in steps) for name in steps[0].stages_ms}
+        stages = _means([stats.stages_ms for stats in steps])
         ratios = [stats.sampled_ratio for stats in steps if stats.sampled_ratio is not None]
         row = {
             "mode": name, "context": self.sizes.context, "batch": batch, "tpot_ms": statistics.median(samples),
             "stages_ms": stages, "vram_bytes": self._peak_bytes(), "rss_bytes": psutil.Process().memory_info().rss,
             "sampled_ratio": statistics.mean(ratios) if ratios else None, "own_memory": own, "samples_ms": samples,
             "graphs": runner.segments.replayed > replayed,
+            "device_ms": _means([stats.device_ms for stats in steps]),
+            "waited_ms": statistics.mean(stats.waited_ms for stats in steps),
         }  # fmt: skip
         self.document[into].append(row)
         self.document["notices"] += runner.segments.new_notices()
         self._keep()
         self.say(f"{title}: {row['tpot_ms']:.1f} ms per step")
+
+    def _whole(self, sampler: str, runner: ModelRunner, sequences: list[Sequence]) -> None:
+        """What the row that was just measured takes if its batch is one forward, not two that overlap."""
+        batch, row = len(sequences), self.document["rows"][-1:]
+        if self.clock.left < 0 or not row:
+            self._skip(f"{sampler}, batch {batch} whole", "no time was left")
+            return
+        runner.halves = False
+        try:
+            samples = [ms for ms, _ in self._steps(runner, sequences, sampler)][1:]
+        finally:
+            runner.halves = None
+        both = {"halves_ms": row[0]["tpot_ms"], "whole_ms": statistics.median(samples)}
+        self.document["halves"].setdefault(sampler, {})[str(batch)] = both
+        self.say(f"{sampler}, batch {batch} whole: {both['whole_ms']:.1f} ms per step")
 
     def _steps(self, runner: ModelRunner, sequences: list[Sequence], mode: str) -> Iterator[tuple[float, Any]]:
         """(milliseconds, stats) of steps, the first to be left out; tokens differ, so that no two queries are alike."""
@@ -393,6 +414,11 @@ class Check:
 
     def _peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+
+def _means(tables: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each entry."""
+    return {name: statistics.mean(table[name] for table in tables) for name in tables[0]}
 
 
 def _ids(count: int) -> list[int]:

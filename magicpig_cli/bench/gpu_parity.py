@@ -53,6 +53,35 @@ def compare_devices(config: dict[str, Any], mode: str, device: torch.device, tok
     }
 
 
+def compare_halves(config: dict[str, Any], mode: str, device: torch.device, tokens: Tokens) -> dict[str, Any]:
+    """The same of two sequences on `device`, decoded by one forward and by two that overlap."""
+    model = _random(config).to(device)  # type: ignore[arg-type]
+    logits: list[list[torch.Tensor]] = []
+    for halves in (False, True):
+        runner = _runner(model, mode, device)
+        runner.halves = halves
+        sequences = [runner.new_sequence() for _ in range(2)]
+        for number, sequence in enumerate(sequences):
+            for _ in runner.prefill(sequence, _prompt(runner, tokens.prompt, seed=number)):
+                pass
+        steps = [runner.decode(sequences, [3 + number, 4 + number]) for number in range(tokens.steps)]
+        logits.append([step.logits.cpu() for step in steps])
+    whole, both = (torch.stack(each) for each in logits)
+    return {
+        "tokens_equal": torch.equal(whole.argmax(-1), both.argmax(-1)),
+        "max_logit_diff": float((whole - both).abs().max()),
+        "max_logit": float(whole.abs().max()),
+        "tokens": whole[..., 0].numel(),
+        "sampled_ratio": steps[-1].stats.sampled_ratio,
+    }
+
+
+def _prompt(runner: ModelRunner, count: int, seed: int) -> list[int]:
+    vocab = runner.model.config.vocab_size
+    ids: list[int] = torch.randint(3, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return ids
+
+
 def _random(config: dict[str, Any]) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -77,10 +106,8 @@ def _steps(
 
     follow: tokens to take instead of the likeliest.
     """
-    vocab = runner.model.config.vocab_size
-    ids = torch.randint(3, vocab, (tokens.prompt,), generator=torch.Generator().manual_seed(1)).tolist()
     sequence = runner.new_sequence()
-    *_, (_, last) = runner.prefill(sequence, ids)
+    *_, (_, last) = runner.prefill(sequence, _prompt(runner, tokens.prompt, seed=1))
     logits, ratio = [last.cpu()], None
     for number in range(tokens.steps):
         token = int(logits[-1].argmax()) if follow is None else follow[number]

@@ -81,7 +81,7 @@ class IndexedLayer:
         """Take the queries of `tensors`, whose rows are those that are stored."""
         self.tensors = tensors
         self.q = tensors.q.numpy()
-        self.codes = self.hasher.query_codes(tensors.q)  # uint16 [S, H, L]
+        self.codes = self.hasher.query_codes(self.q)  # uint16 [S, H, L]
 
     @cached_property
     def few(self) -> IndexedLayer:

@@ -14,7 +14,7 @@ from magicpig_cli.bench.rows import Case, Row, rows
 from magicpig_cli.bench.samples import Samples
 from magicpig_cli.cache.sequence import Sequence, index_bytes
 from magicpig_cli.engine.engine import Engine
-from magicpig_cli.engine.runner import Step
+from magicpig_cli.engine.step import Step
 from magicpig_cli.errors import MemoryBudgetError
 from magicpig_cli.events import StepStats, Working
 

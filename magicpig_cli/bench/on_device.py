@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from magicpig_cli.attention.attention import Attention
 from magicpig_cli.attention.base import LogitRule, StepRecorder
+from magicpig_cli.cache.device import Device
 from magicpig_cli.cache.layer import LayerCache
-from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import TORCH_DTYPE
 from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.kernels import window_type
@@ -49,9 +49,9 @@ def _attend(q: torch.Tensor, rows: torch.Tensor, scale: float) -> torch.Tensor:
 class DeviceRunner(ModelRunner):
     """A runner whose sequences never leave the device, for exact steps up to the context of the plan."""
 
-    def __init__(self, model: PreTrainedModel, shape: ModelShape, plan: Plan, device: torch.device) -> None:
+    def __init__(self, model: PreTrainedModel, shape: ModelShape, plan: Plan, device: torch.device | Device) -> None:
         super().__init__(model, shape, replace(plan, mode="exact", local=plan.context), device, hash_seed=0)
-        self._whole = _OnDevice(None, TORCH_DTYPE[window_type(plan.row_dtype)], plan.threads, Staging(device))
+        self._whole = _OnDevice(None, TORCH_DTYPE[window_type(plan.row_dtype)], plan.threads, self.staging)
 
     def _attention(self, mode: str | None = None) -> Attention:
         return self._whole

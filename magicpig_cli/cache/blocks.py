@@ -15,6 +15,7 @@ import math
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -37,6 +38,7 @@ class _Slab:
         self.memory = aligned_bytes(count * block_bytes)
         self.holders = [0] * count
         self.used = 0  # blocks that somebody holds
+        self.pinned = False  # or that was asked for
 
 
 class _Hold(weakref.ref):  # type: ignore[type-arg]  # not subscriptable at run time in Python 3.10
@@ -52,13 +54,18 @@ class _Hold(weakref.ref):  # type: ignore[type-arg]  # not subscriptable at run 
 class BlockPool:
     """Hands out blocks [Hkv, block_rows, 2, W] of one shape, and knows who holds them."""
 
-    def __init__(self, kv_heads: int, head_dim: int, dtype: RowType, block_rows: int) -> None:
+    def __init__(
+        self, kv_heads: int, head_dim: int, dtype: RowType, block_rows: int,
+        pin: Callable[[np.ndarray], None] | None = None,
+    ) -> None:  # fmt: skip
+        """pin: lets a device copy straight out of a slab, which takes milliseconds (`Staging.pin`)."""
         self.kv_heads = kv_heads
         self.head_dim = head_dim
         self.dtype = dtype
         self.block_rows = block_rows
         self.block_bytes = kv_heads * block_rows * row_bytes(head_dim, dtype)
         self._shape = (kv_heads, block_rows, 2, row_width(head_dim, dtype))
+        self._pin = pin
         self._slabs: dict[_Slab, None] = {}  # all of which a block is held, the oldest first
         self._open: dict[_Slab, None] = {}  # those with blocks that nobody holds
         self._holds: dict[int, _Hold] = {}  # by id of the array
@@ -94,6 +101,16 @@ class BlockPool:
         with self._lock:
             hold = self._hold(block)
             return self._hand_out(hold.slab, hold.number)
+
+    def pin(self, block: np.ndarray) -> None:
+        """Have copies of a block go straight to a device, where there is one that grants it."""
+        if self._pin is None:
+            return
+        with self._lock:
+            slab = self._hold(block).slab
+            asked, slab.pinned = slab.pinned, True
+        if not asked:
+            self._pin(slab.memory)
 
     def shared(self, block: np.ndarray) -> bool:
         """Whether others hold this block too."""

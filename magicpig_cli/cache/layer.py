@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,9 +13,11 @@ import torch
 from magicpig_cli import kernels
 from magicpig_cli.cache.base import Index
 from magicpig_cli.cache.blocks import BlockPool
+from magicpig_cli.cache.quantize import as_numbers
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import RowStore
 from magicpig_cli.cache.window import Window, WindowShape
+from magicpig_cli.config import ROWS_AT_ONCE
 
 Run = tuple[kernels.RowTable, int, int]
 
@@ -65,7 +68,8 @@ class LayerCache:
     def extend(self, rows: torch.Tensor) -> None:
         """Prefill: rows [Hkv, T, 2, D] of the window's type, any T, on the device or the host.
 
-        If it fails or is interrupted, the layer is as before.
+        What leaves the window of a device is on its way to the store when this returns. If it fails or is interrupted,
+        the layer is as before.
         """
         before, stored, used = self.length, self.store.length, self.window.used
         everything = torch.cat([self.window.valid, self._staging.to_device(rows)], dim=1)  # a copy
@@ -73,7 +77,9 @@ class LayerCache:
         sink = min(self.shape.sink, after)
         keep_from = sink + self.shape.offloaded(after) - stored
         try:
-            self.store.append(self._staging.to_host(everything[:, sink:keep_from]))
+            for start in range(sink, keep_from, ROWS_AT_ONCE):
+                leaving = everything[:, start : min(start + ROWS_AT_ONCE, keep_from)]
+                self.store.append_from(leaving.shape[1], partial(self._staging.bring, "rows", leaving))
             self._hold(after, self.shape.offloaded(after), everything[:, :sink], everything[:, keep_from:])
         except BaseException:  # no memory for a block, Ctrl-C
             self._hold(before, stored, everything[:, :used])
@@ -158,23 +164,40 @@ class LayerCache:
         table = self.window.table
         assert table is not None, "the kernels read windows in host memory only"
         runs = [(table, min(first, sink), sink), (table, sink + max(0, first - boundary), self.window.used)]
-        runs.append((self.store.table, max(store_from, first - self.shape.sink), self.store.length))
-        return [run for run in runs if run[1] < run[2]]
+        return [run for run in (*runs, *self.stored_runs(max(store_from, first - self.shape.sink))) if run[1] < run[2]]
+
+    def stored_runs(self, start: int) -> list[Run]:
+        """Rows of the store from `start` on, for the kernels."""
+        return [(self.store.table, start, self.store.length)] if start < self.store.length else []
 
     def pieces(self, at_most: int, store_from: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
         """What is held, as (position of the first row, rows [Hkv, ≤ at_most, 2, D]) in order of position.
 
         Of the store only the rows from `store_from` on.
         """
+        return self._between(self._placed(self.store.views(store_from, self.store.length, at_most), store_from))
+
+    def pieces_there(self, store_from: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+        """The same on the device: blocks of the store are copied there one ahead. Each is valid until the next one."""
+        stored = self._placed(self.store.lying(store_from, self.store.length), store_from)
+        copies = self._staging.stream("blocks", stored, room=self.store.block_bytes)
+        return self._between((position, as_numbers(rows)) for position, rows in copies)
+
+    def _placed(self, pieces: Iterable[torch.Tensor], store_from: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Pieces of the store from a row on, each with its position."""
+        position = self.shape.sink + store_from
+        for rows in pieces:
+            yield position, rows
+            position += rows.shape[1]
+
+    def _between(self, stored: Iterator[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Sink, what of the store is given, and recent rows."""
         sink = min(self.shape.sink, self.length)
         if sink:
             yield 0, self.window.rows[:, :sink]
-        position = self.shape.sink + store_from
-        for rows in self.store.views(store_from, self.store.length, at_most):
-            yield position, rows
-            position += rows.shape[1]
+        yield from stored
         if self.window.used > sink:
-            yield position, self.window.rows[:, sink : self.window.used]
+            yield self.shape.boundary(self.length), self.window.rows[:, sink : self.window.used]
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """A copy of the rows of positions [start, stop), [Hkv, n, 2, D] of the window's type in host memory."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from magicpig_cli.kernels.rows import SCALE_BYTES
+
 _LEVELS = 127
 _SMALLEST_SCALE = 2.0**-126  # the smallest normal number: rows of zeros need no case of their own
 
@@ -24,3 +26,11 @@ def quantize(rows: torch.Tensor) -> torch.Tensor:
     scale = scale.masked_fill(scale.isinf(), torch.nan)
     values = (rows / scale.float()).round_().clamp_(-_LEVELS, _LEVELS).nan_to_num_(nan=0.0).to(torch.int8)
     return torch.cat([values, scale.view(torch.int8)], dim=-1)
+
+
+def as_numbers(rows: torch.Tensor) -> torch.Tensor:
+    """Stored rows [..., W] as the numbers [..., D] that they mean, on any device: int8 ones as float32."""
+    if rows.dtype != torch.int8:
+        return rows
+    scale = rows[..., -SCALE_BYTES:].contiguous().view(torch.bfloat16)
+    return rows[..., :-SCALE_BYTES].float() * scale.float()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,6 +13,7 @@ import torch
 from magicpig_cli import kernels
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.quantize import quantize
+from magicpig_cli.cache.rings import Arrival
 from magicpig_cli.kernels.memory import touch
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of rows that hold no scales
@@ -32,20 +35,50 @@ def as_array(rows: torch.Tensor) -> np.ndarray:
     return rows.numpy()
 
 
+class Bring(Protocol):
+    """Begins to bring rows [Hkv, T, 2, D] to the host, and has `then` called with them (`Staging.bring`)."""
+
+    def __call__(self, *, then: Callable[[torch.Tensor], None]) -> Arrival: ...
+
+
+Place = tuple[torch.Tensor, slice, slice]  # (block, which of its rows, which rows of what is written there)
+
+
 class RowStore:
     """Rows [Hkv, length, 2, D] over blocks; row r belongs to position `sink + r` of the sequence.
+
+    Rows of a device may still be on their way: whoever reads or moves rows waits for them first.
 
     An int8 store quantizes what it takes in and gives float32 back, the numbers that the kernels compute with. A row
     that was read from it, rounded to bfloat16 and appended again has the same bytes.
     """
 
     def __init__(self, pool: BlockPool) -> None:
-        self.table = kernels.RowTable(pool.kv_heads, pool.head_dim, pool.dtype, pool.block_rows)
         self.length = 0
+        self._table = kernels.RowTable(pool.kv_heads, pool.head_dim, pool.dtype, pool.block_rows)
         self._pool = pool
         self._blocks: list[torch.Tensor] = []
         self._arrays: list[np.ndarray] = []  # the same, as the pool gave them
         self._next: tuple[np.ndarray, Future[None]] | None = None  # the block that comes next, and when it is ready
+        self._arriving: list[Arrival] = []  # the rows that came last
+
+    @property
+    def table(self) -> kernels.RowTable:
+        """The rows for the kernels."""
+        self._settle()
+        return self._table
+
+    def _settle(self) -> None:
+        """Have all rows here."""
+        if self._arriving:
+            settled = tuple(self._arriving)
+            for arrival in settled:
+                arrival.settle()
+            self._arriving = [arrival for arrival in self._arriving if arrival not in settled]
+
+    @property
+    def block_bytes(self) -> int:
+        return self._pool.block_bytes
 
     @property
     def nbytes(self) -> int:
@@ -54,16 +87,30 @@ class RowStore:
 
     def append(self, rows: torch.Tensor) -> None:
         """Copy rows [Hkv, T, 2, D] to the end: of the row type, or of any float type into an int8 store."""
-        self._take(quantize(rows) if self._pool.dtype == "int8" else rows)
+        self._write(self._room(rows.shape[1]), rows)
 
     def append_stored(self, rows: np.ndarray) -> None:
         """Copy rows [Hkv, T, 2, W] to the end as `stored` gives them."""
-        self._take(as_tensor(rows))
+        self._put(self._room(rows.shape[1]), as_tensor(rows))
 
-    def _take(self, rows: torch.Tensor) -> None:
-        """Copy rows [Hkv, T, 2, W] to the end."""
+    def append_from(self, count: int, bring: Bring) -> None:
+        """Copy `count` rows to the end as `append` does, but when they come: `bring` has them brought."""
+        self._arriving.append(bring(then=partial(self._write, self._room(count))))
+
+    def _write(self, places: list[Place], rows: torch.Tensor) -> None:
+        self._put(places, quantize(rows) if self._pool.dtype == "int8" else rows)
+
+    @staticmethod
+    def _put(places: list[Place], rows: torch.Tensor) -> None:
+        """Copy rows [Hkv, T, 2, W] to where there is room for them."""
+        for block, there, here in places:
+            block[:, there] = rows[:, here]
+
+    def _room(self, count: int) -> list[Place]:
+        """Be `count` rows longer, which are then to be written."""
         size = self._pool.block_rows
-        taken, count = 0, rows.shape[1]
+        places: list[Place] = []
+        taken = 0
         while taken < count:
             index, offset = divmod(self.length, size)
             if index == len(self._blocks):
@@ -71,10 +118,11 @@ class RowStore:
             elif self._pool.shared(self._arrays[index]):
                 self._part_from_others(index, offset)
             step = min(size - offset, count - taken)
-            self._blocks[index][:, offset : offset + step] = rows[:, taken : taken + step]
+            places.append((self._blocks[index], slice(offset, offset + step), slice(taken, taken + step)))
             self.length += step
             taken += step
         self._make_ready()
+        return places
 
     def _make_ready(self) -> None:
         """Have the next block touched beside, once half of the last one is used; `Plan.kv_bytes` counts it."""
@@ -84,29 +132,34 @@ class RowStore:
                 self._pool.give_back(self._ready_block())
         elif self._next is None:
             block = self._pool.take()
-            self._next = block, touch(block)
+            self._next = block, touch(block, then=partial(self._pool.pin, block))
 
     def _add_block(self) -> None:
         """The block that was made ready, or a new one."""
-        self._hold(self._pool.take() if self._next is None else self._ready_block())
+        self._hold(self._new_block() if self._next is None else self._ready_block())
+
+    def _new_block(self) -> np.ndarray:
+        block = self._pool.take()
+        self._pool.pin(block)
+        return block
 
     def _hold(self, block: np.ndarray) -> None:
         self._blocks.append(as_tensor(block))
         self._arrays.append(block)
-        self.table.append_block(block)
+        self._table.append_block(block)
 
     def _part_from_others(self, index: int, rows: int) -> None:
         """Have a block of its own instead of one that others read, with the first `rows` rows of it."""
         shared, block = self._arrays[index], self._copy(index, rows)
         tensor = as_tensor(block)
-        self.table.replace_block(index, block)
+        self._table.replace_block(index, block)
         self._blocks[index] = tensor
         self._arrays[index] = block
         self._pool.give_back(shared)
 
     def _copy(self, index: int, rows: int) -> np.ndarray:
         """A new block with the first `rows` rows of an old one."""
-        block = self._pool.take()
+        block = self._new_block()
         block[:, :rows] = self._arrays[index][:, :rows]
         return block
 
@@ -120,17 +173,19 @@ class RowStore:
 
     def truncate(self, length: int) -> None:
         """Forget the rows from `length` on; their blocks are given back."""
+        self._settle()
         self.length = min(self.length, length)
         keep = -(-self.length // self._pool.block_rows)
         dropped = self._arrays[keep:]
         del self._blocks[keep:], self._arrays[keep:]
-        self.table.drop_blocks(keep)
+        self._table.drop_blocks(keep)
         for block in dropped:
             self._pool.give_back(block)
         self._make_ready()
 
     def stored(self, start: int, stop: int, at_most: int | None = None) -> Iterator[np.ndarray]:
         """Rows [start, stop) as they lie here, [Hkv, ≤ at_most, 2, W] of NUMPY_TYPE: views, never beyond a block."""
+        self._settle()
         size = self._pool.block_rows
         while start < stop:
             index, offset = divmod(start, size)
@@ -143,6 +198,7 @@ class RowStore:
 
         Both go on as if they were alone. `nbytes` of both is the same; the pool counts what they share once.
         """
+        self._settle()
         fork = RowStore(self._pool)
         full, rest = divmod(self.length, self._pool.block_rows)
         for block in self._arrays[:full]:
@@ -152,6 +208,10 @@ class RowStore:
         fork.length = self.length
         fork._make_ready()
         return fork
+
+    def lying(self, start: int, stop: int, at_most: int | None = None) -> Iterator[torch.Tensor]:
+        """The same as tensors; `as_numbers` tells what int8 ones mean."""
+        return map(as_tensor, self.stored(start, stop, at_most))
 
     def views(self, start: int, stop: int, at_most: int) -> Iterator[torch.Tensor]:
         """Rows [start, stop) as [Hkv, ≤ at_most, 2, D]: views without copying, or float32 copies of int8 rows."""

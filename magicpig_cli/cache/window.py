@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from magicpig_cli import kernels
+from magicpig_cli.cache.device import Device
 from magicpig_cli.cache.store import TORCH_DTYPE, as_array
 
 
@@ -40,14 +41,14 @@ class Window:
     """Rows [Hkv, sink + local + flush, 2, D] of a float type; `used` of them are valid, in order of position."""
 
     def __init__(
-        self, shape: WindowShape, kv_heads: int, head_dim: int, dtype: kernels.RowType, device: torch.device
+        self, shape: WindowShape, kv_heads: int, head_dim: int, dtype: kernels.RowType, device: Device
     ) -> None:
         self.shape = shape
-        self._dtype = dtype
-        self.rows = torch.zeros(kv_heads, shape.capacity, 2, head_dim, dtype=TORCH_DTYPE[dtype], device=device)
+        self._dtype, self._device = dtype, device
+        self.rows = device.zeros((kv_heads, shape.capacity, 2, head_dim), TORCH_DTYPE[dtype])
         self.used = 0
         self.table: kernels.RowTable | None = None  # the same memory for the kernels, where they can reach it
-        if device.type == "cpu":
+        if device.on_host:
             self.table = kernels.RowTable(kv_heads, head_dim, dtype, shape.capacity)
             self.table.append_block(as_array(self.rows))
 
@@ -59,7 +60,7 @@ class Window:
     def fork(self) -> Window:
         """A window with copies of the same rows."""
         kv_heads, _, _, head_dim = self.rows.shape
-        fork = Window(self.shape, kv_heads, head_dim, self._dtype, self.rows.device)
+        fork = Window(self.shape, kv_heads, head_dim, self._dtype, self._device)
         fork.replace(self.valid)
         return fork
 

@@ -201,8 +201,9 @@ class Engine:
         return False
 
     def new_notices(self) -> list[str]:
-        """What had to be done differently, each said once: prompts by the codec, steps without CUDA graphs."""
-        return [*self.codec.new_notices(), *self.runner.segments.new_notices()]
+        """What had to be done differently, each said once: prompts by the codec, copies, steps without CUDA graphs."""
+        runner = self.runner
+        return [*self.codec.new_notices(), *runner.staging.new_notices(), *runner.segments.new_notices()]
 
     def memory(self) -> dict[str, int]:
         """Bytes of all living sequences' rows and indexes (shared ones once), of the process, and on the GPU."""

@@ -13,7 +13,6 @@ from magicpig_cli.attention.attention import Attention
 from magicpig_cli.attention.base import LogitRule, StepRecorder
 from magicpig_cli.cache.layer import LayerCache
 from magicpig_cli.cache.sequence import Sequence
-from magicpig_cli.cache.staging import Staging
 from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.model import hook
 
@@ -34,15 +33,15 @@ class _Recording(Attention):
     """Exact attention that keeps its queries as they are compared with the rows: rotated where these are."""
 
     def __init__(self, runner: ModelRunner, row_dtype: torch.dtype, queries: Queries) -> None:
-        device = runner.model.device
-        super().__init__(None, row_dtype, runner.plan.threads, Staging(device), runner.key_rotation)
+        super().__init__(None, row_dtype, runner.plan.threads, runner.staging, runner.key_rotation)
         self._queries = queries
 
     def step(
         self, layer: int, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], q: torch.Tensor,
         key: torch.Tensor, value: torch.Tensor, rule: LogitRule, record: StepRecorder,
     ) -> torch.Tensor:  # fmt: skip
-        self._queries.by_layer.setdefault(layer, []).append(self._rotated(q[:, :, 0]).float().cpu())
+        asked = self._staging.to_host(self._rotated(q[:, :, 0]).float())
+        self._queries.by_layer.setdefault(layer, []).append(asked)
         self._queries.rules[layer] = rule
         return super().step(layer, caches, sampled, q, key, value, rule, record)
 
@@ -60,14 +59,11 @@ def teacher_force(
 ) -> Iterator[ExactStep]:
     """Feed these tokens one by one, exactly, whatever the model would have said; `queries` collects what was asked."""
     recording = _Recording(runner, sequence.layers[0].window.rows.dtype, queries)
-    device = runner.model.device
     for token in tokens:
         begin = time.perf_counter_ns()
         forward = hook.Forward(recording, [sequence], [[False]] * len(sequence.layers))
-        position = torch.tensor([[sequence.length]], device=device)
         try:
-            with torch.inference_mode():
-                hook.run(runner.model, torch.tensor([[token]], device=device), position, forward)
+            runner.forward(torch.tensor([[token]]), torch.tensor([[sequence.length]]), forward)
         except BaseException:
             sequence.rollback()
             raise

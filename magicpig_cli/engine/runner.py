@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
+from threading import Lock
 
 import torch
 from transformers import PreTrainedModel
@@ -14,17 +14,19 @@ from transformers import PreTrainedModel
 from magicpig_cli.attention.attention import Attention
 from magicpig_cli.attention.rotation import rotation
 from magicpig_cli.cache.blocks import BlockPool
+from magicpig_cli.cache.device import Device
 from magicpig_cli.cache.layer import LayerCache, LayerSpec
 from magicpig_cli.cache.saved import SavedCache
 from magicpig_cli.cache.sequence import Sequence, index_bytes
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import TORCH_DTYPE
 from magicpig_cli.cache.window import WindowShape
-from magicpig_cli.config import INDEX_FROM
+from magicpig_cli.config import HALVES_FROM, INDEX_FROM
 from magicpig_cli.engine.builder import IndexBuilder
+from magicpig_cli.engine.lanes import Lanes, dealt
 from magicpig_cli.engine.samplers import make_sampler
+from magicpig_cli.engine.step import Part, Step, put_together
 from magicpig_cli.errors import MagicpigError
-from magicpig_cli.events import STAGES, StepStats, mean_budget
 from magicpig_cli.kernels import window_type
 from magicpig_cli.kernels.memory import give_back_freed
 from magicpig_cli.model import hook
@@ -34,38 +36,27 @@ from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.planner import Plan
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Result of one decode step: logits [B, V], what it cost, and per sequence what was sampled of what."""
-
-    logits: torch.Tensor
-    stats: StepStats
-    sampled: list[int]
-    offloaded: list[int]
-    squares: list[dict[int, float]]  # per sequence, of each sampled layer: mean square of the estimated relative error
-    budgets: list[float | None]  # per sequence, mean over sampled layers and heads, of a sampler that has one
-    errors: torch.Tensor | None  # relative attention errors [sampled layers · B · H], if they were asked for
-
-
 class ModelRunner:
     """Runs forwards of a model over sequences it has made, as the plan says."""
 
     def __init__(
-        self, model: PreTrainedModel, shape: ModelShape, plan: Plan, device: torch.device, hash_seed: int
+        self, model: PreTrainedModel, shape: ModelShape, plan: Plan, device: torch.device | Device, hash_seed: int
     ) -> None:
         self.model = model
         self.plan = plan
-        self._device = device
+        self.halves: bool | None = None  # whether batches are decoded in halves; None = where it pays
         self._window = WindowShape(plan.sink, plan.local, plan.flush)
         self._specs = [LayerSpec(shape.kv_heads, shape.head_dim, window) for window in shape.layer_windows]
-        self._pool = BlockPool(shape.kv_heads, shape.head_dim, plan.row_dtype, plan.block_rows)
-        self._staging = Staging(device)
+        self.staging = Staging(device)
+        pin = None if self.staging.on_host else self.staging.pin
+        self._pool = BlockPool(shape.kv_heads, shape.head_dim, plan.row_dtype, plan.block_rows, pin)
+        self._lanes, self._turn = Lanes(self.staging.device), Lock()
         # On a CPU the forward keeps all cores busy, and a worker beside it gains nothing (docs/decisions/004).
-        self.builds_beside_forward = device.type != "cpu"
+        self.builds_beside_forward = not self.staging.on_host
         self.key_rotation: torch.Tensor | None = None  # [D, D]; rows hold keys multiplied by it
         if plan.row_dtype == "int8":
-            self.key_rotation = self._staging.to_device(torch.from_numpy(rotation(shape.head_dim)))
-        self.segments = Segments(model, executor_of(device) if plan.graphs else None)
+            self.key_rotation = self.staging.to_device(torch.from_numpy(rotation(shape.head_dim)))
+        self.segments = Segments(model, executor_of(model.device) if plan.graphs else None)
         self._hash_seed = hash_seed
         self._attentions: dict[str | None, Attention] = {}  # by sampler, those that were asked for
         self._sequences: weakref.WeakSet[Sequence] = weakref.WeakSet()
@@ -74,10 +65,10 @@ class ModelRunner:
         """That of a mode, in which its sampler is told what it samples."""
         sampler = self._sampler(mode)
         if sampler not in self._attentions:
-            made = None if sampler is None else make_sampler(sampler, self.plan, self._hash_seed, self._staging)
+            made = None if sampler is None else make_sampler(sampler, self.plan, self._hash_seed, self.staging)
             row_dtype = TORCH_DTYPE[window_type(self.plan.row_dtype)]
             self._attentions[sampler] = Attention(
-                made, row_dtype, self.plan.threads, self._staging, self.key_rotation
+                made, row_dtype, self.plan.threads, self.staging, self.key_rotation, self._turn
             )  # fmt: skip
         return self._attentions[sampler]
 
@@ -92,7 +83,7 @@ class ModelRunner:
 
     def new_sequence(self) -> Sequence:
         """An empty sequence of this model."""
-        layers = [LayerCache(spec, self._window, self._pool, self._staging) for spec in self._specs]
+        layers = [LayerCache(spec, self._window, self._pool, self.staging) for spec in self._specs]
         sequence = Sequence(layers)
         self._sequences.add(sequence)
         return sequence
@@ -175,14 +166,26 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Logits [1, V] after a chunk, whose rows every layer has taken in."""
         start = sequence.length
-        tokens = torch.tensor([chunk], device=self._device)
-        positions = torch.arange(start, start + len(chunk), device=self._device).unsqueeze(0)
-        with torch.inference_mode():
-            return hook.run(self.model, tokens, positions, hook.Forward(self._attention(), [sequence], taken=taken))
+        tokens, positions = torch.tensor([chunk]), torch.arange(start, start + len(chunk)).unsqueeze(0)
+        return self.forward(tokens, positions, hook.Forward(self._attention(), [sequence], taken=taken))
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, forward: hook.Forward) -> torch.Tensor:
+        """Logits [B, V] on the device, of tokens and positions [B, T] on the host.
+
+        When it returns or raises no copy is under way, so rows may be cut; the device may still compute.
+        """
+        try:
+            with torch.inference_mode(), self.staging.sent("tokens", tokens, positions) as (ids, at):
+                logits = self.segments.run(ids, at, forward)
+                forward.attention.finish(forward.record)
+                return logits
+        finally:
+            self.staging.settle()
 
     def _build_layer(self, mode: str | None, layer: int, cache: LayerCache) -> None:
         if self._indexed(layer):
-            self._attention(mode).build_index(layer, cache)
+            with self.staging.apart():
+                self._attention(mode).build_index(layer, cache)
 
     def build_index(self, sequence: Sequence, mode: str | None = None) -> None:
         """An index for the layers that the next step will sample; nothing where it will not.
@@ -202,54 +205,38 @@ class ModelRunner:
         """
         begin = time.perf_counter_ns()
         sampled = [self.samples(sequence, mode) for sequence in sequences]
-        never = [False] * len(sequences)
-        per_layer = [sampled if self._indexed(layer) else never for layer in range(len(self._specs))]
-        forward = hook.Forward(self._attention(mode), sequences, per_layer)
-        forward.record.errors = [] if measure_error else None
-        ids = torch.tensor([[token] for token in tokens], device=self._device)
-        positions = torch.tensor([[sequence.length] for sequence in sequences], device=self._device)
+        attention = self._attention(mode)
+
+        def work(lane: int, members: list[int]) -> Part:
+            own = [sampled[b] for b in members]
+            per_layer = [own if self._indexed(layer) else [False] * len(own) for layer in range(len(self._specs))]
+            forward = hook.Forward(attention, [sequences[b] for b in members], per_layer, lane=lane)
+            forward.record.errors = [] if measure_error else None
+            ids = torch.tensor([[tokens[b]] for b in members])
+            positions = torch.tensor([[sequences[b].length] for b in members])
+            return Part(members, self.forward(ids, positions, forward).float(), forward.record)
+
+        halves = self._halves(sequences, sampled, measure_error)
         try:
-            with torch.inference_mode():
-                logits = self.segments.run(ids, positions, forward).float()
+            parts = self._lanes.run([partial(work, lane, members) for lane, members in enumerate(halves)])
         except BaseException:
             for sequence in sequences:
                 sequence.rollback()
             raise
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.commit([token])
-        return self._step(logits, forward, time.perf_counter_ns() - begin)
+        for part in parts:
+            attention.learn(part.record)
+        return put_together(parts, time.perf_counter_ns() - begin)
 
-    def _step(self, logits: torch.Tensor, forward: hook.Forward, wall_ns: int) -> Step:
-        record, count = forward.record, len(forward.sequences)
-        stages = {stage: record.ns.get(stage, 0) / 1e6 for stage in STAGES}
-        stages["other"] = max(0.0, wall_ns / 1e6 - sum(stages.values()))
-        squares = [_of_sequence(record.squares, b) for b in range(count)]
-        budgets = [mean_budget(_of_sequence(record.budgets, b).values()) for b in range(count)]
-        stats = StepStats(
-            batch=count,
-            wall_ms=wall_ns / 1e6,
-            stages_ms=stages,
-            sampled={layer: sum(counts) for layer, counts in record.sampled.items()},
-            offloaded={layer: sum(counts) for layer, counts in record.offloaded.items()},
-            squares={
-                layer: mean for layer, of_layer in record.squares.items() if (mean := _mean(of_layer)) is not None
-            },
-            budget=mean_budget(budgets),
-        )
-        per_sequence = [
-            [sum(counts[b] for counts in table.values()) for b in range(count)]
-            for table in (record.sampled, record.offloaded)
-        ]
-        errors = torch.cat([e.flatten() for e in record.errors]).cpu() if record.errors else None
-        return Step(logits, stats, per_sequence[0], per_sequence[1], squares, budgets, errors)
+    def _halves(self, sequences: list[Sequence], sampled: list[bool], measure_error: bool) -> list[list[int]]:
+        """Which sequences are decoded by a forward of their own: all by one, or half of them by each of two.
 
-
-def _of_sequence(by_layer: dict[int, list[float | None]], b: int) -> dict[int, float]:
-    """What was noted of a sequence, by sampled layer."""
-    found = {layer: values[b] for layer, values in by_layer.items()}
-    return {layer: value for layer, value in found.items() if value is not None}
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+        Two where the kernels of a half have something to do while a device computes the other one. Measuring errors
+        reads everything anyway.
+        """
+        worthwhile = any(sampled) and len(sequences) >= HALVES_FROM
+        wanted = worthwhile if self.halves is None else self.halves and len(sequences) > 1
+        if self.staging.on_host or measure_error or not wanted:
+            return [list(range(len(sequences)))]
+        return list(dealt([sequence.length if flag else 0 for sequence, flag in zip(sequences, sampled, strict=True)]))

@@ -20,7 +20,7 @@ def _lsh(plan: Plan, hash_seed: int, staging: Staging) -> Sampler:
 def _rabitq(plan: Plan, hash_seed: int, staging: Staging) -> Sampler:
     return RabitqSampler(
         budget=plan.budget, tail=plan.tail_of("rabitq"), bits=plan.bits, target_error=plan.target_error,
-        hash_seed=hash_seed, threads=plan.threads, staging=staging,
+        hash_seed=hash_seed, threads=plan.threads,
     )  # fmt: skip
 
 

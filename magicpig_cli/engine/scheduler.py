@@ -41,7 +41,7 @@ from magicpig_cli.planner.memory import sequence_parts, too_large, written_out
 
 if TYPE_CHECKING:
     from magicpig_cli.engine.engine import Engine
-    from magicpig_cli.engine.runner import Step
+    from magicpig_cli.engine.step import Step
 
 MEMORY_WAIT_S = 60.0  # for which a request waits for memory that other programs have taken
 _WAIT_STEP_S = 0.5

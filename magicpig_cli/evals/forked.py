@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from magicpig_cli.cache.sequence import Sequence
-from magicpig_cli.engine.runner import ModelRunner, Step
+from magicpig_cli.engine.runner import ModelRunner
+from magicpig_cli.engine.step import Step
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -49,9 +50,12 @@ def large_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return array
 
 
-def touch(*arrays: np.ndarray) -> Future[None]:
-    """Have memory that nobody has written to yet committed by a worker; nobody may write to it until that is done."""
-    return _worker().submit(_fill_with_zeros, *arrays)
+def touch(*arrays: np.ndarray, then: Callable[[], None] | None = None) -> Future[None]:
+    """Have memory that nobody has written to yet committed by a worker; nobody may write to it until that is done.
+
+    then: called by the worker afterwards.
+    """
+    return _worker().submit(_fill_with_zeros, arrays, then)
 
 
 @cache
@@ -60,9 +64,11 @@ def _worker() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="magicpig-memory")
 
 
-def _fill_with_zeros(*arrays: np.ndarray) -> None:
+def _fill_with_zeros(arrays: Sequence[np.ndarray], then: Callable[[], None] | None) -> None:
     for array in arrays:
         array.fill(0)  # does not hold the GIL
+    if then is not None:
+        then()
 
 
 def give_back_freed() -> None:

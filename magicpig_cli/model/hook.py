@@ -26,7 +26,10 @@ from magicpig_cli.model import linear
 
 @dataclass(slots=True)
 class Forward:
-    """One call of the model: a prompt chunk of one sequence (sampled is None), or one token for each of several."""
+    """One call of the model: a prompt chunk of one sequence (sampled is None), or one token for each of several.
+
+    lane: 1 for the second half of a batch, whose forward runs beside that of the first one.
+    """
 
     attention: Attention
     sequences: list[Sequence]

@@ -272,5 +272,7 @@ def _within_device(draft: Plan) -> Plan:
             f"{gpu.name} has no room: {memory.written_out(memory.device(draft, 1))}, but "
             f"{format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} are free"
         )
-    fit = (b for b in range(draft.max_batch, 1, -1) if memory.total(memory.device(draft, b)) <= gpu.free_bytes)
-    return replace(draft, max_batch=next(fit, 1))
+    most = draft.max_batch
+    while most > 1 and memory.total(memory.device(draft, most)) > gpu.free_bytes:
+        most -= 1
+    return replace(draft, max_batch=most)

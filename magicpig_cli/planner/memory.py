@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from magicpig_cli.config import BLOCK_KEYS, FLASH_KEYS, RECORDED_BATCHES
 from magicpig_cli.kernels import row_bytes, window_type
 from magicpig_cli.planner import forms
+from magicpig_cli.planner.copies import copy_buffers
 from magicpig_cli.planner.plan import Plan
 from magicpig_cli.units import format_bytes
 
@@ -110,6 +111,7 @@ def device(plan: Plan, batch: int) -> tuple[Part, ...]:
         Part("reserve", plan.device_reserve, f"CUDA context and workspaces, profile {plan.profile}"),
         _activations(plan, batch),
         _hashing(plan),
+        _copies(plan, batch),
         _directions(plan, copies=1),
         _windows(plan, batch, plan.device_window_bytes()),
         _graphs(plan, batch),
@@ -186,6 +188,14 @@ def _activations(plan: Plan, batch: int) -> Part:
 def _directions(plan: Plan, copies: int) -> Part:
     size, formula = plan.index.drawn()
     return Part("random directions", copies * size, f"{copies} × {formula}" if copies > 1 else formula)
+
+
+def _copies(plan: Plan, batch: int) -> Part:
+    """Buffers, and a block of the store as float32."""
+    block = plan.shape.kv_heads * plan.block_rows * 2 * plan.shape.head_dim * 4
+    buffers = copy_buffers(plan, batch).device
+    formula = f"buffers of {format_bytes(buffers)}, a block of {plan.block_rows:,} keys as float32"
+    return Part("copies", buffers + block, formula)
 
 
 def _hashing(plan: Plan) -> Part:

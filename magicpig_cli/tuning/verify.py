@@ -101,6 +101,7 @@ class Replay:
             row = self._staging.to_device(layer.rows[:, length + step])
             key, value = (part[None, :, None] for part in row.unbind(dim=1))
             attention.step(layer.number, [cache], [True], q[None, :, None], key, value, layer.rule, record)
+            attention.finish(record)
             assert record.errors is not None
             squares.append(float(record.errors[0].double().square().mean()))
             sampled.append(record.sampled[layer.number][0])

@@ -16,6 +16,7 @@ from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import TORCH_DTYPE
 from magicpig_cli.cache.window import WindowShape
 from magicpig_cli.kernels import RowType, window_type
+from tests.fake_device import FakeDevice
 from tests.tolerances import close_attention
 
 HKV, G, D = 2, 2, 16
@@ -27,16 +28,16 @@ RULE = LogitRule(D**-0.5)
 class GrowingLayer:
     """One layer that samples every indexed key: with one bit and 1,000 tables two of them agree for any query."""
 
-    def __init__(self, windows_on_host: bool = True, kind: RowType = "float32") -> None:
+    def __init__(self, staging: Staging = STAGING, kind: RowType = "float32") -> None:
         generator = torch.Generator().manual_seed(0)
         row_type = TORCH_DTYPE[window_type(kind)]
         self.keys, self.values = torch.randn(2, HKV, FIRST + STEPS, D, generator=generator).to(row_type)
         self.queries = torch.randn(STEPS, 1, HKV * G, 1, D, generator=generator)
-        self.sampler = LshSampler(1, 1000, hash_seed=0, threads=1, staging=STAGING)
-        self.attention = Attention(self.sampler, row_type, 1, STAGING)
-        self.attention.windows_on_host = windows_on_host
+        self.staging = staging
+        self.sampler = LshSampler(1, 1000, hash_seed=0, threads=1, staging=staging)
+        self.attention = Attention(self.sampler, row_type, 1, staging)
         pool = BlockPool(HKV, D, kind, block_rows=64)
-        self.cache = LayerCache(LayerSpec(HKV, D), WindowShape(4, 8, 16), pool, STAGING)
+        self.cache = LayerCache(LayerSpec(HKV, D), WindowShape(4, 8, 16), pool, staging)
         self.cache.extend(self.rows(0, FIRST))
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
@@ -45,20 +46,24 @@ class GrowingLayer:
     def step(self) -> StepRecorder:
         record, at = StepRecorder(), self.cache.length
         key, value = self.keys[None, :, at : at + 1], self.values[None, :, at : at + 1]
-        q = self.queries[at - FIRST]
+        q, key, value = map(self.staging.to_device, (self.queries[at - FIRST], key, value))
+        before = self.cache.index.length if self.cache.index is not None else 0
         out = self.attention.step(0, [self.cache], [True], q, key, value, RULE, record)
-        exact = attend_step(q[:, :, 0].contiguous(), [self.cache], [0], RULE, 1, STAGING)
-        assert close_attention(out.transpose(1, 2)[0], exact.out[0][:, None], self.cache.copy_rows().float())
-        assert record.sampled[0] == record.offloaded[0] == [self.cache.index.length * HKV * G]
+        self.attention.finish(record)
+        exact = attend_step(q[:, :, 0].contiguous(), [self.cache], [0], RULE, 1, self.staging)
+        found, wanted = map(self.staging.to_host, (out, exact.out))
+        assert close_attention(found.transpose(1, 2)[0], wanted[0][:, None], self.cache.copy_rows().float())
+        covered = self.cache.index.length if self.staging.on_host else before  # beside a device upkeep comes last
+        assert record.sampled[0] == record.offloaded[0] == [covered * HKV * G]
         return record
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8"])
-@pytest.mark.parametrize("windows_on_host", [True, False])
+@pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("built", [True, False])
-def test_every_key_counts_once_at_every_step(built, windows_on_host, kind):
+def test_every_key_counts_once_at_every_step(built, on_host, kind):
     """`built`: the index was there at first, or the first step begins it. A window on a GPU is merged apart."""
-    layer = GrowingLayer(windows_on_host, kind)
+    layer = GrowingLayer(STAGING if on_host else Staging(FakeDevice()), kind)
     if built:
         hasher = layer.sampler.hasher(0, D)
         layer.cache.index = LshIndex(
@@ -95,10 +100,11 @@ def test_rows_beside_the_index_are_the_same_for_kernels_and_devices(store_from):
     assert torch.equal(torch.cat([runs[0], *runs[2:], runs[1]], dim=1), wanted)
 
 
-@pytest.mark.parametrize("windows_on_host", [True, False])
-def test_sequences_do_not_notice_each_other(windows_on_host):
+@pytest.mark.parametrize("on_host", [True, False])
+def test_sequences_do_not_notice_each_other(on_host):
     """One that samples and one that is attended exactly, together and alone: the same bits."""
-    together, alone = ([GrowingLayer(windows_on_host), GrowingLayer(windows_on_host)] for _ in range(2))
+    staging = STAGING if on_host else Staging(FakeDevice())
+    together, alone = ([GrowingLayer(staging), GrowingLayer(staging)] for _ in range(2))
     for layer in (together[0], alone[0]):
         layer.attention.build_index(0, layer.cache)
     attention, flags = together[0].attention, [True, False]
@@ -107,6 +113,7 @@ def test_sequences_do_not_notice_each_other(windows_on_host):
         q = together[0].queries[step]
         key, value = together[0].keys[None, :, at : at + 1], together[0].values[None, :, at : at + 1]
         caches = [layer.cache for layer in together]
+        q, key, value = map(staging.to_device, (q, key, value))
         two = [x.repeat(2, 1, 1, 1) for x in (q, key, value)]
         out = attention.step(0, caches, flags, *two, RULE, StepRecorder())
         for b, (layer, flag) in enumerate(zip(alone, flags, strict=True)):

@@ -85,9 +85,9 @@ def middle(layer: Layer, rule: LogitRule, name: str, budget: float, seed: int = 
     sampler = FullScores(name, budget, seed, 1, STAGING)
     layer.cache.index = sampler.new_index(5, layer.cache)
     layer.cache.index.extend()
-    found = sampler.attend(5, layer.q[:, :, 0], [layer.cache], rule, StepRecorder())
-    total = found.attended.lse.double().exp()
-    sums = torch.cat([total.unsqueeze(-1), found.attended.out.double() * total.unsqueeze(-1)], dim=-1)
+    found = sampler.attend(5, layer.q[:, :, 0].numpy(), [layer.cache], rule, StepRecorder())
+    total = found.partial.lse.double().exp()
+    sums = torch.cat([total.unsqueeze(-1), found.partial.out.double() * total.unsqueeze(-1)], dim=-1)
     return sums[0].numpy(), int(found.sampled.sum())
 
 

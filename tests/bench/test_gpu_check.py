@@ -51,8 +51,11 @@ def test_a_dry_run_goes_to_the_end(tmp_path):
         assert (row["sampled_ratio"] is None) == mode.startswith("exact")
         assert row["vram_bytes"] == 0
         assert not row["graphs"]
+        assert (row["device_ms"], row["waited_ms"]) == ({}, 0)  # nothing ran on a GPU
     assert [(row["mode"], row["batch"]) for row in document["without_graphs"]] == [(mode, 1) for mode in EAGER]
     assert document["launch_ms"] == {"1": None, "2": None}
+    assert {name: set(batches) for name, batches in document["halves"].items()} == {"lsh": {"2"}, "rabitq": {"2"}}
+    assert document["halves"]["lsh"]["2"]["whole_ms"] > 0
     assert document["prefill_tok_s"] > 0
     assert document["prefill"]["at_context_tok_s"] > 0
     assert document["overlap_percent"] is None  # nothing ran on a GPU
@@ -95,7 +98,7 @@ def test_what_fails_is_noted_and_the_rest_goes_on(monkeypatch):
 def test_no_row_begins_when_time_is_up():
     document = gpu_check.check(gpu_check.TOY, torch.device("cpu"), limit_s=0)
     assert document["rows"] == []
-    assert document["skipped"]["lsh, batch 2"] == "no time was left"
+    assert document["skipped"]["lsh, batch 2"] == document["skipped"]["lsh, batch 2 whole"] == "no time was left"
 
 
 def test_sequences_share_memory_where_there_is_none_for_each():

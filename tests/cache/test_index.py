@@ -312,7 +312,8 @@ def test_projections_on_a_device_give_the_codes_of_the_kernels():
     projected = keys @ matrix - torch.from_numpy(bias).unsqueeze(1)
     codes = np.empty((HKV, L, 500), dtype=np.uint16)
     reference.codes(store, 0, 500, bias, codes)
-    device = pack_signs(projected, K, L).numpy().transpose(0, 2, 1)
+    powers = 2 ** torch.arange(K, dtype=torch.int32)
+    device = pack_signs(projected, powers, L).numpy().view(np.uint16).transpose(0, 2, 1)
     differing = device != codes
     rounding = 2 * DOT * U * (keys.abs() @ matrix.abs() + torch.from_numpy(np.abs(bias)).unsqueeze(1))
     near_zero = (projected.abs() <= rounding).unflatten(-1, (L, K)).any(-1).numpy().transpose(0, 2, 1)

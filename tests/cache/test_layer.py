@@ -146,7 +146,7 @@ def assert_same(cache: LayerCache, other: LayerCache) -> None:
 STEPS_OF_A_CHANGE = [
     (BlockPool, "take"),
     (store_module, "as_tensor"),
-    (RowStore, "append"),
+    (RowStore, "append_from"),
     (RowStore, "truncate"),
     (Window, "append_one"),
     (Window, "replace"),

@@ -98,6 +98,8 @@ def test_rows_added_up_by_hand(model, context, gpu, memory_gib, tables, sequence
 def test_what_a_gpu_holds_of_llama():
     chosen = plan(machine(64, "RTX 4090"), SHAPES["Llama-3.1-8B"], settings(98_304), PAPER)
     per_token = (2 * 4096 + 2 * (32 + 16) * 128 + 3 * 14_336) * 2 + 3 * 4096 * 4
+    block, estimate, hashed = 8 * 1024 * 512, 32 * 128 * 4 + 32 * 4, 1024 * 512
+    half, other_half = 2 * 2048 * 8 + block + estimate, 2 * 64 + block + estimate
     # One graph of a batch of one, or two of it (of 1 and 2) and one of its halves; each has q, k, v, the result of
     # attention and logits of its batch size, and there is memory that a lane has once.
     for batch, graphs, lanes in ((1, 1, 1), (2, 3, 2)):
@@ -108,6 +110,7 @@ def test_what_a_gpu_holds_of_llama():
             "reserve": 1536 * MIB,
             "activations": 2048 * per_token + 2 * 2048 * 32 * 512 * 4 + batch * 2 * 128_256 * 4,
             "hashing": 4096 * 1500 * 13,
+            "copies": 2 * (half + hashed + (other_half if batch == 2 else 0)) + 2 * block,
             "random directions": 30 * 128 * 1500 * 4,
             "windows": batch * 32 * 8 * 132 * 512,
             "graphs": graphs * (33 * 4 * MIB + step) + lanes * 54 * MIB,
