@@ -161,7 +161,7 @@ def signature_deviation(
     Given A = |x| / f the estimate's error is q's component across x times a direction that the rotations make uniform:
     σ² = (|q|² − (q·x)²/|x|²)·(B·f² − c·|x|²)/(D−1), c the `rotation_share`, both factors clamped at 0. factors [.., N]:
     f as stored, None for what it is about, |x| / E[A]. noise: variance of ⟨b, P·q⟩ by rounded look-up tables; unit:
-    step of the scores.
+    step of the scores, which are rounded three times.
     """
     q, x = np.asarray(q, dtype=np.float64), np.asarray(x, dtype=np.float64)
     head_dim, squares = x.shape[-1], (x**2).sum(axis=-1)
