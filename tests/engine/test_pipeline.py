@@ -14,7 +14,8 @@ from magicpig_cli import hardware, kernels
 from magicpig_cli.cache import rings
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.config import AttentionOptions, Settings
-from magicpig_cli.engine.lanes import dealt
+from magicpig_cli.engine import lanes as lanes_module
+from magicpig_cli.engine.lanes import Lanes, dealt
 from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.gpus import Gpu
 from magicpig_cli.kernels import SIGNATURE_ROWS
@@ -260,6 +261,31 @@ def test_a_failure_of_either_half_leaves_all_sequences_as_they_were(monkeypatch,
             runner.decode(sequences, [5, 6, 7])
     monkeypatch.setattr(last, "forward", compute)
     assert_goes_on(runner, sequences, "lsh")
+
+
+def test_a_second_interrupt_does_not_leave_a_half_at_work(monkeypatch):
+    """Ctrl-C in the first half, and again while it waits for the other one."""
+    lanes, pressed, ended = Lanes(FakeDevice()), threading.Event(), []
+    wait = lanes_module.wait
+
+    def waiting(works):
+        if not pressed.is_set():
+            pressed.set()
+            raise KeyboardInterrupt
+        return wait(works)
+
+    def first():
+        raise KeyboardInterrupt
+
+    def second():
+        assert pressed.wait(10)
+        ended.append(True)
+
+    monkeypatch.setattr(lanes_module, "wait", waiting)
+    with pytest.raises(KeyboardInterrupt):
+        lanes.run([first, second])
+    assert ended == [True]
+    assert lanes.run([lambda: 1, lambda: 2]) == [1, 2]
 
 
 class EachInTurn:
