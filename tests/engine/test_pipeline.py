@@ -111,6 +111,26 @@ def test_sampling_every_key_is_exact_attention():
         assert all(map(close_logits, decode(runner, read(runner)).flatten(0, 1), as_if_alone("exact").flatten(0, 1)))
 
 
+@pytest.mark.parametrize("family", ["gemma2", "qwen3"])
+def test_sliding_windows_soft_caps_and_other_heads_are_the_same_on_a_device(family):
+    """Where every key is sampled, as with one bit and 300 tables, sampling is exact too."""
+    other = tiny_model(family)
+    shape = shape_from_config(other.config)
+    found = []
+    for device, options in (
+        (torch.device("cpu"), {"mode": "exact"}),
+        (FakeDevice(DELAYS["some"]), {"mode": "exact"}),
+        (FakeDevice(DELAYS["some"]), {"mode": "lsh", "K": 1, "L": 300, "dense_layers": (0,)}),
+    ):
+        settings = Settings(attention=AttentionOptions(kv_dtype="float32", **options), threads=1)
+        chosen = replace(plan(hardware.probe(), shape, settings), chunk=100, block_rows=96)
+        runner = ModelRunner(other, shape, chosen, device, hash_seed=0)
+        found.append(decode(runner, read(runner, 2), steps=3).flatten(0, 1))
+    for on_device in found[1:]:
+        assert all(map(close_logits, on_device, found[0]))
+    assert FakeDevice.current.problems == []
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_nobody_waits_in_a_step_and_a_steady_state_allocates_nothing(mode):
     """Neither a copy at once, nor a value that the host asks for, nor an index that torch copies."""
