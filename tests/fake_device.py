@@ -145,6 +145,9 @@ class FakeEvent:
                 _join(self.device.host, self.clock)
 
     def elapsed_time(self, end: FakeEvent) -> float:
+        with self.device.lock:
+            known = all(self.device.host.get(stream, 0) >= moment for stream, moment in end.clock.items())
+        assert known, "the device may not have done it"
         return 1e3 * (end.at[0] - self.at[0])
 
 

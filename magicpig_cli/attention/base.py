@@ -91,7 +91,9 @@ class StepRecorder:
             self.marks.append((name, begin, end))
 
     def read_marks(self) -> None:
-        """Add up what the device took; it has done all of it."""
+        """Wait for the last of them, and add up what the device took."""
+        if self.marks:
+            self.marks[-1][2].synchronize()
         for name, begin, end in self.marks:
             self.device_ns[name] = self.device_ns.get(name, 0) + int(begin.elapsed_time(end) * 1e6)
         self.marks.clear()

@@ -156,11 +156,11 @@ class Staging:
             with self.device.use(lane.own):
                 yield
         finally:
+            self._threads.lane = before
             lane.settle()
             lane.computed.record(lane.own)
             lane.computed.synchronize()
-            self._threads.lane = before
-            self._spare.append(lane)
+            self._spare.append(lane)  # not after an interrupt: it may be at work
 
     # --- pinning ---
 
