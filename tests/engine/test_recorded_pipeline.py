@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from magicpig_cli.model import hook
-from tests.engine.test_pipeline import DELAYS, as_if_alone, decode, make, read
+from tests.engine.beside import DELAYS, as_if_alone, decode, make, read
 from tests.fake_device import FakeDevice, OnDevice
 from tests.model.recorded import in_segments
 
