@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from magicpig_cli import kernels
-from magicpig_cli.bench import gpu_check, gpu_parity
+from magicpig_cli.bench import gpu_check, gpu_parity, gpu_sizes
 from magicpig_cli.bench.on_device import DeviceRunner
 from magicpig_cli.bench.overlap import common, length, measure_overlap, union
 from magicpig_cli.model import linear
@@ -90,20 +90,20 @@ def test_what_fails_is_noted_and_the_rest_goes_on(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(gpu_check.Check, "_exact_on_gpu", fail)
-    document = gpu_check.check(gpu_check.TOY, torch.device("cpu"), limit_s=300)
+    document = gpu_check.check(gpu_sizes.TOY, torch.device("cpu"), limit_s=300)
     assert document["problems"] == ["exact-on-gpu: OutOfMemoryError: CUDA out of memory"]
     assert {row["mode"] for row in document["rows"]} >= {"lsh", "exact-offloaded"}
 
 
 def test_no_row_begins_when_time_is_up():
-    document = gpu_check.check(gpu_check.TOY, torch.device("cpu"), limit_s=0)
+    document = gpu_check.check(gpu_sizes.TOY, torch.device("cpu"), limit_s=0)
     assert document["rows"] == []
     assert document["skipped"]["lsh, batch 2"] == document["skipped"]["lsh, batch 2 whole"] == "no time was left"
 
 
 def test_sequences_share_memory_where_there_is_none_for_each():
     """One has memory of its own, whatever is free; the other is a fork of it."""
-    document = gpu_check.check(gpu_check.TOY, torch.device("cpu"), limit_s=300, memory=4 << 30)
+    document = gpu_check.check(gpu_sizes.TOY, torch.device("cpu"), limit_s=300, memory=4 << 30)
     assert document["problems"] == []
     assert [row["own_memory"] for row in document["rows"] if row["mode"] == "lsh"] == [1, 1]
 
@@ -114,14 +114,14 @@ def test_what_was_measured_is_kept_when_a_run_is_ended(monkeypatch, tmp_path):
 
     monkeypatch.setattr(gpu_check.Check, "_overlap", end)
     with pytest.raises(KeyboardInterrupt):
-        gpu_check.check(gpu_check.TOY, torch.device("cpu"), 300, output=tmp_path / "kept.json")
+        gpu_check.check(gpu_sizes.TOY, torch.device("cpu"), 300, output=tmp_path / "kept.json")
     kept = json.loads((tmp_path / "kept.json").read_text())
     assert [row["mode"] for row in kept["rows"]][-2:] == ["lsh", "exact-offloaded"]
 
 
 def test_parity_notices_another_model(monkeypatch):
     """What stands for the GPU computes something else."""
-    config, tokens = gpu_check.TOY.models["tiny"], gpu_parity.Tokens(prompt=40, steps=3)
+    config, tokens = gpu_sizes.TOY.models["tiny"], gpu_parity.Tokens(prompt=40, steps=3)
     assert gpu_parity.compare_devices(config, "exact", torch.device("cpu"), tokens)["tokens_equal"]
     hold = linear.hold
 
