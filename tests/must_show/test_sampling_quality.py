@@ -48,7 +48,7 @@ def predict_alongside(sampler_attend: Callable, prediction: Prediction) -> Calla
         (cache,) = caches
         keys = cache.store.read(0, cache.store.length)[:, :, 0].double()
         centred = keys - torch.from_numpy(cache.index.mean).double().unsqueeze(1)
-        queries = q[0].double().reshape(keys.shape[0], -1, keys.shape[2])
+        queries = torch.from_numpy(q[0]).double().reshape(keys.shape[0], -1, keys.shape[2])
         dots = queries @ centred.transpose(1, 2)
         cos = dots / (queries.norm(dim=2, keepdim=True) * centred.norm(dim=2).unsqueeze(1))
         u = inclusion_probability(cos.numpy(), self.K, self.L)
