@@ -178,15 +178,18 @@ static inline int16_t to_int16(float x) { return (int16_t)lrintf(x); }
 /* The unit in which no score exceeds TOP_SCORE, and how sums become scores in it (see `score_heads`): what they are
  * multiplied by is as large as 16 bits allow. of_means: the largest |q·μ|; factor: the largest of all rows. */
 static inline void set_unit(signed_t *head, int nibbles, float of_means, float factor) {
-    const float sums = (float)nibbles / 2 - (head->step > 0 ? head->offset / head->step : 0); /* from the centre, at most */
-    float most = of_means + factor * head->step * sums, part = 0;
+    const float centre = head->step > 0 ? -head->offset / head->step : 0;
+    const float sums = (float)nibbles / 2 + centre; /* from the centre, at most */
+    const float most = of_means + factor * head->step * sums;
     head->lift = 1;
     while (2 * head->lift * sums <= TOP_SCORE) head->lift = (uint16_t)(2 * head->lift);
-    head->centre = (uint16_t)to_int16(head->step > 0 ? -head->offset / head->step * head->lift : 0);
-    if (most > 0 && isfinite(most)) part = factor * head->step / head->lift * (32768.0f / TOP_SCORE);
-    head->unit = part > 0 || (most > 0 && isfinite(most)) ? most / (TOP_SCORE - ROUNDING) : 1;
-    if (head->unit < part) head->unit = part;
-    head->share = to_int16(fminf(part / head->unit * 32768, TOP_SCORE));
+    head->centre = (uint16_t)to_int16(centre * head->lift);
+    head->unit = 1, head->share = 0;
+    if (most > 0 && isfinite(most)) {
+        const float part = factor * head->step / head->lift * (32768.0f / TOP_SCORE); /* what a product is in logits */
+        head->unit = fmaxf(most / (TOP_SCORE - ROUNDING), part);
+        head->share = to_int16(fminf(part / head->unit * 32768, TOP_SCORE));
+    }
 }
 
 /* Factors of GROUP_ROWS rows as shares of the largest of all rows: per_share times as much, up to TOP_SCORE. */

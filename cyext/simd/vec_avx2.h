@@ -62,9 +62,6 @@ static inline vf vf_split(vf x, vf *e) {
     bits = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffff));
     return _mm256_castsi256_ps(_mm256_or_si256(bits, _mm256_set1_epi32(0x3f800000)));
 }
-static inline vf vf_load_u16(const uint16_t *p) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)));
-}
 static inline vf vf_widen_bf16(const uint16_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
 }

@@ -62,9 +62,6 @@ static inline vf vf_split(vf x, vf *e) {
     *e = _mm512_getexp_ps(x);
     return _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
 }
-static inline vf vf_load_u16(const uint16_t *p) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)));
-}
 static inline vf vf_widen_bf16(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }

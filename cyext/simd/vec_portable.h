@@ -79,7 +79,6 @@ static inline vf vf_split(vf x, vf *e) {
     return (vf)((bits & 0x7fffffu) | 0x3f800000u);
 }
 /* VW numbers of 16 bits, in order: integers, or bfloat16. */
-static inline vf vf_load_u16(const uint16_t *p) { return (vf){p[0], p[1], p[2], p[3]}; }
 static inline vf vf_widen_bf16(const uint16_t *p) { return (vf)((vu){p[0], p[1], p[2], p[3]} << 16); }
 /* 2·VW numbers to the nearest integer, in order; what does not fit in 16 bits becomes one that does. */
 static inline void vf_store_i16(int16_t *p, vf a, vf b) {
