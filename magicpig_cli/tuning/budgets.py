@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
+from magicpig_cli.attention.estimator import Floats
 from magicpig_cli.planner import Plan
 from magicpig_cli.tuning.cost import CostModel
 from magicpig_cli.tuning.search import Goal
@@ -93,16 +95,21 @@ class BudgetSearch:
         """The budget that is expected to be the best; the largest where none is expected to meet the target."""
         if self.goal.ratio is not None:
             return self.candidate(_clipped(_rounded(self.goal.ratio / self.room, down=True)))
-        low, high, factor = BUDGETS[0], BUDGETS[-1], self.factor * self.room
-        for _ in range(20):  # the expected error falls with the budget
-            middle = math.sqrt(low * high)
-            low, high = (low, middle) if factor * self._predicted(middle)[0] <= self.goal.target else (middle, high)
-        return self.candidate(_clipped(_rounded(high)))
+        wanted = math.log(self.goal.target / (self.factor * self.room))
+        errors = _logs(self._curves[0])  # which fall while budgets grow
+        budget = math.exp(np.interp(wanted, errors[::-1], _logs(BUDGETS)[::-1]))
+        return self.candidate(_clipped(_rounded(budget)))
 
     def _predicted(self, budget: float) -> tuple[float, float]:
         """Error and ratio."""
+        error, ratio = (np.interp(math.log(budget), _logs(BUDGETS), _logs(curve)) for curve in self._curves)
+        return math.exp(error), math.exp(ratio)
+
+    @cached_property
+    def _curves(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Error and ratio at each of BUDGETS."""
         errors, ratios = zip(*(error_and_ratio(self.layers.values(), known) for known in BUDGETS), strict=True)
-        return _between(budget, errors), _between(budget, ratios)
+        return errors, ratios
 
     def meets(self, candidate: BudgetCandidate) -> bool:
         """Whether it is expected to, with room for other text."""
@@ -121,10 +128,9 @@ class BudgetSearch:
         return False, candidate.budget
 
 
-def _between(budget: float, values: Iterable[float]) -> float:
-    """By log–log interpolation; 0 where a neighbour is."""
-    logs = np.log(np.maximum(list(values), 1e-30))
-    return float(np.exp(np.interp(math.log(budget), np.log(BUDGETS), logs)))
+def _logs(values: Iterable[float]) -> Floats:
+    """Logarithms, of 0 as of something tiny."""
+    return np.log(np.maximum(list(values), 1e-30))
 
 
 def _rounded(budget: float, *, down: bool = False) -> float:

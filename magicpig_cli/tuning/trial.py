@@ -115,7 +115,7 @@ class Trial:
 
     def _measure(self, candidate: AnyCandidate, layers: SequenceOf[int]) -> Work:
         """A real index for layers that have not had this one yet, and real steps."""
-        done = self._layers(candidate)
+        done = self.layers_of(candidate)
         device, seed = self.engine.runner.model.device, self.engine.settings.attention.hash_seed
         replay = Replay(self.capture, self.engine.plan, device, seed)
         what = "real tables" if isinstance(candidate, Candidate) else "real signatures"
@@ -125,15 +125,11 @@ class Trial:
         quality = Quality.of(done[layer] for layer in candidate.sampled_layers)
         self.measured[key_of(candidate)] = Measured(quality, timed.sampled_ms, timed.exact)
 
-    def _layers(self, candidate: AnyCandidate) -> dict[int, LayerQuality]:
-        """What was measured of each layer so far."""
+    def layers_of(self, candidate: AnyCandidate) -> dict[int, LayerQuality]:
+        """What was measured of each layer so far, also of layers that became dense."""
         if isinstance(candidate, Candidate):
             return self.search.measured.setdefault(candidate.size, {})
         return self.budgets.measured.setdefault(candidate.budget, {})
-
-    def layers_of(self, candidate: AnyCandidate) -> dict[int, LayerQuality]:
-        """What was measured of each layer, also of layers that became dense."""
-        return dict(self._layers(candidate))
 
     def _learn(self, first: Candidate) -> None:
         """What a sampled layer takes beside the work that is counted, and how far text may differ from text."""

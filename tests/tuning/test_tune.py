@@ -98,7 +98,7 @@ def test_measuring_is_bounded(engine, monkeypatch):
         made.append(candidate.words)
         yield from original(self, candidate, layers)
         for layer, quality in self.layers_of(candidate).items():
-            self._layers(candidate)[layer] = replace(quality, squares=quality.squares * 4 ** len(made))
+            self.layers_of(candidate)[layer] = replace(quality, squares=quality.squares * 4 ** len(made))
 
     monkeypatch.setattr(Trial, "_measure", measure)
     tuned, _ = run(engine, Goal(error=0.2, ratio=None))
