@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from magicpig_cli.cache.device import Device, Event
-
-DEPTH = 2  # buffers of a ring: `planner.copies` counts them
-_ALIGNED = 64  # bytes of which a part of a buffer begins at a multiple
+from magicpig_cli.cache.ring_shape import DEPTH, aligned
 
 
 class Arrival:
@@ -85,14 +83,10 @@ def parts_of(buffer: torch.Tensor, like: Iterable[torch.Tensor]) -> list[torch.T
     parts, at = [], 0
     for tensor in like:
         parts.append(buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-        at += _aligned(tensor.nbytes)
+        at += aligned(tensor.nbytes)
     return parts
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of a buffer that has room for all of them."""
-    return sum(_aligned(tensor.nbytes) for tensor in tensors)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+    return sum(aligned(tensor.nbytes) for tensor in tensors)

@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 from magicpig_cli.cache.device import Device, Event, Host
-from magicpig_cli.cache.rings import DEPTH, Arrival, Lane, Slot, bytes_of, parts_of
+from magicpig_cli.cache.ring_shape import DEPTH
+from magicpig_cli.cache.rings import Arrival, Lane, Slot, bytes_of, parts_of
 
 T = TypeVar("T")
 

@@ -17,12 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from magicpig_cli.cache.ring_shape import DEPTH, aligned
 from magicpig_cli.config import HALVES_FROM, HASH_ROWS, ROWS_AT_ONCE
 from magicpig_cli.kernels import row_bytes, window_type
 from magicpig_cli.planner.plan import Plan
-
-DEPTH = 2  # as in `cache.rings`
-_ALIGNED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +43,18 @@ def copy_buffers(plan: Plan, batch: int) -> Buffers:
     total = Buffers()
     for lane, sequences in enumerate(lanes):
         for device, host in _of_lane(plan, sequences, reads=lane == 0):
-            total += Buffers(DEPTH * _aligned(device), DEPTH * _aligned(host))
+            total += Buffers(DEPTH * aligned(device), DEPTH * aligned(host))
     if plan.sampled_layers and plan.sampler == "lsh":
         rows = min(plan.block_rows, HASH_ROWS)
         keys = rows * row_bytes(plan.shape.head_dim, plan.row_dtype)
-        total += Buffers(DEPTH * _aligned(keys), DEPTH * (_aligned(keys) + _aligned(rows * plan.L * 2)))
+        total += Buffers(DEPTH * aligned(keys), DEPTH * (aligned(keys) + aligned(rows * plan.L * 2)))
     return total
 
 
 def _of_lane(plan: Plan, sequences: int, *, reads: bool) -> Iterator[tuple[int, int]]:
     """(bytes on the GPU, bytes of the host) of each buffer of a half; reads: prompts are read with its buffers too."""
     shape = plan.shape
-    tokens = 2 * _aligned(8 * max(sequences, plan.chunk if reads else 0))
+    tokens = 2 * aligned(8 * max(sequences, plan.chunk if reads else 0))
     yield tokens, tokens
     block = shape.kv_heads * plan.block_rows * row_bytes(shape.head_dim, plan.row_dtype)
     yield block, block
@@ -64,13 +62,9 @@ def _of_lane(plan: Plan, sequences: int, *, reads: bool) -> Iterator[tuple[int, 
     window_row = row_bytes(shape.head_dim, window_type(plan.row_dtype))
     yield 0, shape.kv_heads * min(leaving, ROWS_AT_ONCE) * window_row
     if plan.sampled_layers:
-        queries = _aligned(4 * sequences * shape.heads * shape.head_dim)
-        sums = _aligned(4 * sequences * shape.heads)
-        codes = _aligned(2 * sequences * shape.heads * plan.L) if plan.sampler == "lsh" else 0
+        queries = aligned(4 * sequences * shape.heads * shape.head_dim)
+        sums = aligned(4 * sequences * shape.heads)
+        codes = aligned(2 * sequences * shape.heads * plan.L) if plan.sampler == "lsh" else 0
         yield 0, queries + codes
         yield queries + sums, queries + sums
         yield 0, len(plan.sampled_layers) * sequences * shape.heads * 4
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED

@@ -10,7 +10,7 @@ import torch
 
 from magicpig_cli.cache.blocks import BlockPool
 from magicpig_cli.cache.layer import LayerCache, LayerSpec
-from magicpig_cli.cache.rings import DEPTH
+from magicpig_cli.cache.ring_shape import DEPTH
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import RowStore
 from magicpig_cli.cache.window import WindowShape

@@ -1,0 +1,11 @@
+"""Numbers of the buffers that copies go through (`rings`), known to the planner too, which adds their bytes up."""
+
+from __future__ import annotations
+
+DEPTH = 2  # buffers of a ring
+_ALIGNED = 64  # bytes of which a part of a buffer begins at a multiple
+
+
+def aligned(size: int) -> int:
+    """Bytes that a part of so many takes in a buffer."""
+    return -(-size // _ALIGNED) * _ALIGNED
