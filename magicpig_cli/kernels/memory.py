@@ -50,6 +50,27 @@ def large_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return array
 
 
+class Arena:
+    """Arrays one behind the other, kept for as long as the program: most weights of a small model are shorter than a
+    huge page. Small pages cost a walk through the page tables every 4 KiB, in a virtual machine a walk through two
+    (docs/decisions/005)."""
+
+    _ALIGNMENT = 64  # bytes: a cache line
+    _PIECE = 64 << 20  # bytes asked for at once; what is not written to is not committed
+
+    def __init__(self) -> None:
+        self._free = np.empty(0, dtype=np.uint8)
+
+    def array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """An array whose contents are not defined. Raises MemoryError."""
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if len(self._free) < size:
+            self._free = aligned_bytes(max(size, self._PIECE))
+        taken, self._free = self._free[:size], self._free[size + -size % self._ALIGNMENT :]
+        array: np.ndarray = taken.view(dtype).reshape(shape)
+        return array
+
+
 def touch(*arrays: np.ndarray, then: Callable[[], None] | None = None) -> Future[None]:
     """Have memory that nobody has written to yet committed by a worker; nobody may write to it until that is done.
 

@@ -10,12 +10,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from magicpig_cli.events import LoadProgress
+from magicpig_cli.kernels.memory import give_back_freed
 from magicpig_cli.model.progress import Report, ignore
 from magicpig_cli.model.quantized import is_packed
 from magicpig_cli.model.stored import (
     Form,
     Holder,
     Products,
+    Room,
     Stored,
     StoredEmbedding,
     StoredLinear,
@@ -34,24 +36,27 @@ def hold(model: PreTrainedModel, form: Form, report: Report = ignore) -> None:
     Everything else becomes float32.
 
     An output layer tied to the embedding shares its weight as before. Experts that are no nn.Linear (Mixtral's: one
-    tensor for all of them) remain float32. Goes layer by layer, so the extra memory is that of the largest layer.
+    tensor for all of them) remain float32. Goes layer by layer, so the extra memory is that of the largest layer,
+    unless the model's weights are one mapped file, which stays mapped until the last one is stored.
     What quantizers hold is left alone.
     """
     names = [name for name, module in model.named_modules() if _can_hold(module, form)]
     output, products, shared = _output_layer(model), Products(), _tied_weight(model)
-    made: Stored | None = None  # of the shared weight
-    if form == "float32":
-        report = ignore  # nothing is made, so nothing takes its time
+    room, made = Room(), None  # the latter: of the shared weight
     for done, name in enumerate(names):
         report(LoadProgress(f"storing weights as {form}", done, len(names)))
         module = model.get_submodule(name)
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
-        held = made if weight is shared and made else stored(weight, form)
+        held = made if weight is shared and made else stored(weight, form, room)
         made = held if weight is shared else made
         model.set_submodule(name, _holder(module, held, products, few_rows=module is output))
+    embedding = model.get_input_embeddings()
+    if made is not None and embedding.weight is shared:  # float32: an embedding is as it should be
+        embedding.weight = made.weight
     report(LoadProgress(f"storing weights as {form}", len(names), len(names)))
     _join_same_input(model)
-    _widen_the_rest(model)
+    _widen_the_rest(model, room)
+    give_back_freed()
     setattr(model, _ATTRIBUTE, products)
 
 
@@ -97,8 +102,11 @@ def _holder(module: nn.Module, held: Stored, products: Products, *, few_rows: bo
     return StoredEmbedding(held, getattr(module, _GEMMA_FACTOR, 1.0))
 
 
-def _widen_the_rest(model: PreTrainedModel) -> None:
-    """Norms, routers, experts and buffers to float32, in place; of what quantizers hold neither integers nor scales."""
+def _widen_the_rest(model: PreTrainedModel, room: Room) -> None:
+    """Norms, routers, experts and buffers become float32 in `room`; not the integers and scales of quantizers.
+
+    Copied even if they are float32: a single norm left in a mapped file would keep all of it mapped.
+    """
     held = {id(tensor) for module in model.modules() if isinstance(module, Holder) for tensor in module.held()}
     for module in model.modules():
         own = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
@@ -106,7 +114,7 @@ def _widen_the_rest(model: PreTrainedModel) -> None:
             continue
         for tensor in own:
             if tensor.is_floating_point() and id(tensor) not in held:
-                tensor.data = tensor.data.float()
+                tensor.data = room.tensor(tuple(tensor.shape), torch.float32).copy_(tensor.data)
 
 
 @contextmanager

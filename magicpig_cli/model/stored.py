@@ -12,11 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
 
 from magicpig_cli import kernels
 from magicpig_cli.cache.store import as_array
+from magicpig_cli.kernels.memory import Arena
 
 Form = Literal["float32", "bfloat16", "int8"]
 
@@ -68,21 +70,41 @@ class Stored:
         return self.weight.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
 
-def stored(weight: torch.Tensor, form: Form) -> Stored:
-    """Round a float weight [N, K] to `form`, or hold the same memory where it has that type.
+class Room:
+    """Where the weights of a model are put: one behind the other on huge pages, rounded through one buffer."""
 
-    int8: symmetric per row, through a float32 copy of few rows at a time.
+    def __init__(self) -> None:
+        self._arena = Arena()
+        self._buffer: torch.Tensor | None = None
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor whose contents are not defined. Raises MemoryError."""
+        return torch.from_numpy(self._arena.array((*shape, dtype.itemsize), np.uint8)).view(dtype).squeeze(-1)
+
+    def scaled(self, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """values [n, K] over scale [n], float32, valid until the next call."""
+        if self._buffer is None or len(self._buffer) < values.numel():
+            self._buffer = torch.empty(max(values.numel(), BUFFER_VALUES))
+        out = self._buffer[: values.numel()].view(values.shape)
+        return torch.div(values, scale[:, None], out=out)
+
+
+def stored(weight: torch.Tensor, form: Form, room: Room | None = None) -> Stored:
+    """A copy of a float weight [N, K], rounded to `form`, in `room` or memory of its own.
+
+    int8: symmetric per row, few rows at a time.
     """
+    room, shape = room or Room(), tuple(weight.shape)
     if form != "int8":
-        kept = weight.to(getattr(torch, form)).contiguous()
-        return Stored(kept if isinstance(kept, nn.Parameter) else nn.Parameter(kept, requires_grad=False), None)
-    integers = torch.empty(weight.shape, dtype=torch.int8)
-    scale = torch.empty(weight.shape[0], dtype=torch.bfloat16)
+        kept = room.tensor(shape, getattr(torch, form)).copy_(weight.detach())
+        return Stored(nn.Parameter(kept, requires_grad=False), None)
+    integers, scale = room.tensor(shape, torch.int8), room.tensor(shape[:1], torch.bfloat16)
     for rows in _blocks(weight):
-        values = weight[rows].detach().float()
+        values = weight[rows].detach()
         # The scale is rounded first, because it is held as bfloat16: then it adds no error of its own.
-        scale[rows] = (values.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
-        integers[rows] = (values / scale[rows].float()[:, None]).round_().clamp_(-127, 127)
+        least, most = torch.aminmax(values, dim=1)
+        scale[rows] = (torch.maximum(most, -least).float() / 127).clamp_min(torch.finfo(torch.float32).tiny)
+        integers[rows] = room.scaled(values, scale[rows].float()).round_().clamp_(-127, 127)
     return Stored(nn.Parameter(integers, requires_grad=False), scale)
 
 

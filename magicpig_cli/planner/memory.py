@@ -18,7 +18,7 @@ from magicpig_cli.planner.plan import Plan
 from magicpig_cli.units import format_bytes
 
 # Resident memory of Python, torch for CPUs, transformers, kernels and a tokenizer, libraries included: 409 MiB after
-# loading the demo model, whose weights are then only mapped, and 37 more (threads, products' workspaces) in a prefill.
+# loading the demo model, its weights aside, and 37 more (threads, products' workspaces) in a prefill.
 PROGRAM_BYTES = 446 << 20
 # Of CUDA graphs (docs/decisions/018), none of it measured on a GPU yet. Drivers before CUDA 12.4 take 64 KiB for each
 # launch in a graph, later ones less; a segment has 33 of them in Llama, and 63 in Gemma 3, which has the most.
