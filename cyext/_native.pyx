@@ -61,6 +61,7 @@ cdef extern from "rows.h" nogil:
     int packed_length(int head_dim)
     void pack(const float* x, int head_dim, int type, float* out)
     void add_packed(const float* x, int head_dim, int type, float factor, float* out)
+    void store_values(const float* x, int head_dim, int type, char* half)
     void prefetch(const char* at, int64_t bytes)
     void fetch_start(fetch_t* fetch, const row_t* rows, int n, int64_t bytes)
     void fetch_lines(fetch_t* fetch, int count)
@@ -202,6 +203,7 @@ cdef class Memory:
         free(self.at)
 
 
+include "rows.pxi"
 include "attend.pxi"
 include "hash.pxi"
 include "segment.pxi"

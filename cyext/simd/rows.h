@@ -103,6 +103,21 @@ static inline float scale_at(const char *half, int head_dim) {
     return scale;
 }
 
+/* K or V of a row from float32 values: as they are, or rounded to bfloat16, to nearest even. */
+static inline void store_values(const float *x, int head_dim, int type, char *half) {
+    if (type == FLOAT32) {
+        memcpy(half, x, sizeof(float) * (size_t)head_dim);
+        return;
+    }
+    for (int d = 0; d < head_dim; d++) {
+        uint32_t bits;
+        memcpy(&bits, x + d, 4);
+        const int is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+        const uint16_t upper = is_nan ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+        memcpy(half + 2 * d, &upper, 2);
+    }
+}
+
 static inline void prefetch(const char *at, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i);
 }

@@ -9,6 +9,7 @@ from threading import Lock
 import numpy as np
 import torch
 
+from magicpig_cli import kernels
 from magicpig_cli.attention.base import Estimate, Late, LogitRule, Partial, Sampler, StepRecorder
 from magicpig_cli.attention.exact import attend_chunk, attend_near, attend_step
 from magicpig_cli.attention.merge import merge, share_of
@@ -85,16 +86,47 @@ class Attention:
 
         sampled[b]: estimate the offloaded part of sequence b from its index instead of reading all of it.
         """
+        if self._staging.on_host:
+            asked, k, v = (as_array(part[:, :, 0].float().contiguous()) for part in (q, key, value))
+            out = self.step_here(layer, caches, sampled, asked, k, v, rule, record)
+            return torch.from_numpy(out).to(q.dtype).unsqueeze(1)
         queries = self._rotated(q[:, :, 0]).float().contiguous()
+        self._asked(layer, queries, rule)
         if self._sampler is not None and any(sampled):
-            attend = self._sample_beside if self._staging.on_host else self._sample_apart
-            attended = attend(layer, caches, sampled, queries, key, value, rule, record)
+            attended = self._sample_apart(layer, caches, sampled, queries, key, value, rule, record)
             self._measure(caches, sampled, queries, attended, rule, record)
         else:
             self._take(caches, key, value)
             with record.on_device("dense", self._staging):
                 attended = attend_step(queries, list(caches), [0] * len(caches), rule, self._threads, self._staging)
         return attended.out.to(q.dtype).unsqueeze(1)
+
+    def step_here(
+        self, layer: int, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], q: np.ndarray,
+        key: np.ndarray, value: np.ndarray, rule: LogitRule, record: StepRecorder,
+    ) -> np.ndarray:  # fmt: skip
+        """The same in host memory, float32: q [B, H, D], key and value [B, Hkv, D] → [B, H, D].
+
+        Without torch, whose views and copies took as long as the kernels at a short context (docs/decisions/013).
+        """
+        if self._rotation is not None:
+            q, key = (as_array(self._rotated(torch.from_numpy(part))) for part in (q, key))
+        self._asked(layer, q, rule)
+        if self._sampler is not None and any(sampled):
+            found = self._sample_beside(layer, caches, sampled, q, key, value, rule, record)
+            if record.errors is not None:
+                self._measure(caches, sampled, torch.from_numpy(q), found.partial, rule, record)
+            return found.out
+        for b, cache in enumerate(caches):
+            cache.append_here(key[b], value[b])
+        began = time.perf_counter_ns()
+        runs = [cache.runs() for cache in caches]
+        done = kernels.exact_attend(q, runs, scale=rule.scale, softcap=rule.softcap, threads=self._threads)
+        record.add("dense", time.perf_counter_ns() - began)
+        return done.out
+
+    def _asked(self, layer: int, queries: torch.Tensor | np.ndarray, rule: LogitRule) -> None:
+        """Told of the queries [B, H, D] of a step as they are compared with the rows, for those who keep them."""
 
     def finish(self, record: StepRecorder) -> None:
         """At the end of a forward: wait for what was not waited for in its layers, and note it."""
@@ -131,22 +163,23 @@ class Attention:
         return index.length
 
     def _sample_beside(
-        self, layer: int, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], queries: torch.Tensor,
-        key: torch.Tensor, value: torch.Tensor, rule: LogitRule, record: StepRecorder,
-    ) -> Partial:  # fmt: skip
+        self, layer: int, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], q: np.ndarray,
+        key: np.ndarray, value: np.ndarray, rule: LogitRule, record: StepRecorder,
+    ) -> Estimate:  # fmt: skip
         """Exact parts and samples of all sequences in one call of the kernels, which read the windows too."""
         assert self._sampler is not None
         store_from = [self._step_index(layer, c) if s else 0 for c, s in zip(caches, sampled, strict=True)]
-        self._take(caches, key, value)
+        for b, cache in enumerate(caches):
+            cache.append_here(key[b], value[b])
         runs = [cache.runs(start) for cache, start in zip(caches, store_from, strict=True)]
-        found = self._sampler.attend(layer, as_array(queries), list(caches), rule, record, runs, sampled)
+        found = self._sampler.attend(layer, q, list(caches), rule, record, runs, sampled)
         for b in (b for b, flag in enumerate(sampled) if flag):
             index = caches[b].index
             assert index is not None
             self._note(layer, len(caches), b, index.length, found, record)
             if found.error is not None:
                 self._note_error(layer, len(caches), b, index, found.error[b], record)
-        return found.partial
+        return found
 
     def _sample_apart(
         self, layer: int, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], queries: torch.Tensor,

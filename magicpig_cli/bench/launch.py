@@ -12,12 +12,13 @@ import torch
 from magicpig_cli.attention.base import LogitRule
 from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.model import hook
+from magicpig_cli.model.trial import StandIn
 
 STEPS = 15  # measured of each, after one that is not
 
 
 @dataclass(slots=True)
-class _NoAttention:
+class _NoAttention(StandIn):
     """Launches nothing: each layer gets the same zeros at every step."""
 
     prefill: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -56,10 +56,20 @@ class LayerCache:
         """Decode: key and value [Hkv, D], rounded to the window's type. May move `flush` rows to the store."""
         if self.full:
             self.extend(torch.stack([key, value], dim=1).unsqueeze(1).to(self.window.rows.dtype))
-            return
+        else:
+            self._append(lambda: self.window.append_one(key, value))
+
+    def append_here(self, key: np.ndarray, value: np.ndarray) -> None:
+        """The same in host memory, key and value float32."""
+        if self.full:
+            self.append_one(torch.from_numpy(key), torch.from_numpy(value))
+        else:
+            self._append(lambda: self.window.append_here(key, value))
+
+    def _append(self, to_window: Callable[[], None]) -> None:
         used, length = self.window.used, self.length
         try:
-            self.window.append_one(key, value)
+            to_window()
             self.length = length + 1
         except BaseException:
             self.window.used, self.length = used, length

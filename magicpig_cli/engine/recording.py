@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from magicpig_cli.attention.attention import Attention
-from magicpig_cli.attention.base import LogitRule, StepRecorder
-from magicpig_cli.cache.layer import LayerCache
+from magicpig_cli.attention.base import LogitRule
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.model import hook
@@ -36,14 +36,9 @@ class _Recording(Attention):
         super().__init__(None, row_dtype, runner.plan.threads, runner.staging, runner.key_rotation)
         self._queries = queries
 
-    def step(
-        self, layer: int, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], q: torch.Tensor,
-        key: torch.Tensor, value: torch.Tensor, rule: LogitRule, record: StepRecorder,
-    ) -> torch.Tensor:  # fmt: skip
-        asked = self._staging.to_host(self._rotated(q[:, :, 0]).float())
-        self._queries.by_layer.setdefault(layer, []).append(asked)
+    def _asked(self, layer: int, queries: torch.Tensor | np.ndarray, rule: LogitRule) -> None:
+        self._queries.by_layer.setdefault(layer, []).append(self._staging.to_host(torch.as_tensor(queries)).clone())
         self._queries.rules[layer] = rule
-        return super().step(layer, caches, sampled, q, key, value, rule, record)
 
 
 @dataclass(frozen=True, slots=True)

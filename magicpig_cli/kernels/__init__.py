@@ -17,7 +17,16 @@ from magicpig_cli.kernels.hashing import Projection, hash_queries, hash_rows
 from magicpig_cli.kernels.probe import read_rows, read_sequential
 from magicpig_cli.kernels.product import Weights, multiply
 from magicpig_cli.kernels.rabitq import rabitq_attend, rabitq_sample, rabitq_scores
-from magicpig_cli.kernels.rows import NUMPY_TYPE, RowTable, RowType, row_bytes, row_width, widen, window_type
+from magicpig_cli.kernels.rows import (
+    NUMPY_TYPE,
+    RowTable,
+    RowType,
+    row_bytes,
+    row_width,
+    widen,
+    window_type,
+    write_row,
+)
 from magicpig_cli.kernels.segment import (
     MAX_SEGMENT_ROWS,
     MAX_TAIL_ROWS,
@@ -89,4 +98,5 @@ __all__ = [
     "want_signature_bits",
     "widen",
     "window_type",
+    "write_row",
 ]

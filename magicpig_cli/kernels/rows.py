@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from magicpig_cli.kernels import isa
 from magicpig_cli.kernels.checks import MAX_HEAD_DIM, want_array, want_int
 
 RowType = Literal["float32", "bfloat16", "int8"]
@@ -123,3 +124,16 @@ def want_run(name: str, table: RowTable, start: int, stop: int) -> None:
         raise TypeError(f"{name}: want a RowTable, got {type(table).__name__}")
     if not 0 <= start <= stop <= table.rows:
         raise ValueError(f"{name}: want rows within [0, {table.rows}), got [{start}, {stop})")
+
+
+def write_row(table: RowTable, row: int, key: np.ndarray, value: np.ndarray) -> None:
+    """Row `row` of a table of float32 or bfloat16 becomes key and value, float32 [Hkv, D], rounded to nearest even."""
+    shape = (table.kv_heads, table.head_dim)
+    want_run("row", table, row, row + 1)
+    if table.dtype == "int8":
+        raise ValueError("table: want float32 or bfloat16 rows, got int8")
+    if not table._blocks[row // table.block_rows].flags.writeable:
+        raise ValueError("table: want a block that can be written to")
+    want_array("key", key, np.float32, "Hkv, D", shape)
+    want_array("value", value, np.float32, "Hkv, D", shape)
+    isa.backend().write_row(table, row, key, value)

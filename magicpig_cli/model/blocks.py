@@ -71,18 +71,15 @@ class _Step:
     window: int | None
     rule: LogitRule
 
-    def inputs(self, x: np.ndarray, rotary: Rotary) -> Iterator[torch.Tensor]:
-        """q [B, H, 1, D], k and v [B, Hkv, 1, D] of x [B, E]."""
+    def inputs(self, x: np.ndarray, rotary: Rotary) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """q [B, H, D], k and v [B, Hkv, D] of x [B, E]."""
         angles = None if self.angles is None else self.angles.arrays(rotary, len(x))
-        parts = kernels.block_inputs(x, self.block, angles, threads=torch.get_num_threads())
-        return (torch.from_numpy(part).unsqueeze(2) for part in parts)
+        return kernels.block_inputs(x, self.block, angles, threads=torch.get_num_threads())
 
-    def output(self, x: np.ndarray, attended: torch.Tensor) -> torch.Tensor:
-        """[B, 1, E] of x [B, E] and attention's [B, 1, H, D]."""
-        given = attended.reshape(len(x), -1).numpy()
-        return torch.from_numpy(kernels.block_output(x, given, self.block, threads=torch.get_num_threads())).unsqueeze(
-            1
-        )
+    def output(self, x: np.ndarray, attended: np.ndarray) -> torch.Tensor:
+        """[B, 1, E] of x [B, E] and attention's [B, H, D]."""
+        given = attended.reshape(len(x), -1)
+        return torch.from_numpy(kernels.block_output(x, given, self.block, threads=torch.get_num_threads())[:, None])
 
 
 def compute_by_kernels(model: PreTrainedModel) -> int:
@@ -112,7 +109,7 @@ def _forward(own: Callable[..., Any], step: _Step, x: torch.Tensor, *args: Any, 
         return own(x, *args, **kwargs)
     rows = x.view(x.shape[0], -1).numpy()
     q, k, v = step.inputs(rows, kwargs["position_embeddings"])
-    return step.output(rows, magicpig.attend(step.layer, step.window, q, k, v, step.rule))
+    return step.output(rows, magicpig.attend_here(step.layer, step.window, q, k, v, step.rule))
 
 
 # Both ways, side by side
@@ -161,12 +158,13 @@ def _same(step: _Step, call: _Call) -> bool:
     """Whether the kernels give attention the same as the block's own code, and the same comes out."""
     x = call.x[:, 0].contiguous().numpy()
     try:
-        given = list(step.inputs(x, call.rotary))
-        out = step.output(x, call.attended.result())
+        given = step.inputs(x, call.rotary)
+        out = step.output(x, call.attended.result()[:, 0].contiguous().numpy())
     except (TypeError, ValueError):  # sizes that the kernels do not know
         return False
     wanted = call.attended.q, call.attended.k, call.attended.v
-    pairs = [*zip(given, wanted, strict=True), (out - call.x, call.out - call.x)]
+    tensors = [torch.from_numpy(part).unsqueeze(2) for part in given]
+    pairs = [*zip(tensors, wanted, strict=True), (out - call.x, call.out - call.x)]
     return all(close(a, b, _SAME) for a, b in pairs)
 
 

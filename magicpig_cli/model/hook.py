@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -48,15 +49,28 @@ class Forward:
         rule: LogitRule,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of one layer: query [B, H, T, D], key and value [B, Hkv, T, D] → [B, T, H, D]."""
-        caches = [sequence.layers[layer] for sequence in self.sequences]
-        if window != caches[0].spec.window:
-            raise ModelError(f"layer {layer} attends to a window of {window}, its config says {caches[0].spec.window}")
+        caches = self._caches(layer, window)
         if self.sampled is not None:
             return self.attention.step(layer, caches, self.sampled[layer], query, key, value, rule, self.record)
         out = self.attention.chunk(caches[0], query, key, value, rule)
         if self.taken is not None:
             self.taken(layer, caches[0])
         return out
+
+    def attend_here(
+        self, layer: int, window: int | None, q: np.ndarray, k: np.ndarray, v: np.ndarray, rule: LogitRule
+    ) -> np.ndarray:
+        """The same of a decode step in host memory, float32: q [B, H, D], k and v [B, Hkv, D] → [B, H, D]."""
+        assert self.sampled is not None
+        caches = self._caches(layer, window)
+        return self.attention.step_here(layer, caches, self.sampled[layer], q, k, v, rule, self.record)
+
+    def _caches(self, layer: int, window: int | None) -> list[LayerCache]:
+        """Those of a layer, which must have the window that the model's code attends to."""
+        caches = [sequence.layers[layer] for sequence in self.sequences]
+        if window != caches[0].spec.window:
+            raise ModelError(f"layer {layer} attends to a window of {window}, its config says {caches[0].spec.window}")
+        return caches
 
 
 class Attends(Protocol):
@@ -69,6 +83,10 @@ class Attends(Protocol):
         self, layer: int, window: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         rule: LogitRule,
     ) -> torch.Tensor: ...  # fmt: skip
+
+    def attend_here(
+        self, layer: int, window: int | None, q: np.ndarray, k: np.ndarray, v: np.ndarray, rule: LogitRule
+    ) -> np.ndarray: ...
 
 
 class PassThroughCache(Cache):

@@ -22,7 +22,7 @@ from magicpig_cli.attention.base import LogitRule
 from magicpig_cli.config import RECORDED_BATCHES
 from magicpig_cli.model import hook
 from magicpig_cli.model.graphs import CaptureRefused, GraphExecutor, NoHostReads, Replayable
-from magicpig_cli.model.trial import Attended, Trial, close
+from magicpig_cli.model.trial import Attended, StandIn, Trial, close
 
 # Share of the largest value by which a replay may be off. The same operators run on the same numbers, so that nothing
 # should differ; a product may be summed in another order, and a segment that was not replayed leaves NaN.
@@ -39,7 +39,7 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _Recorder:
+class _Recorder(StandIn):
     """Stands for attention while a forward is recorded."""
 
     executor: GraphExecutor

@@ -18,7 +18,7 @@ from torch import nn
 
 from magicpig_cli import kernels
 from magicpig_cli.cache.store import as_array
-from magicpig_cli.kernels.memory import Arena
+from magicpig_cli.kernels.memory import Arena, large_array
 
 Form = Literal["float32", "bfloat16", "int8"]
 
@@ -40,7 +40,7 @@ class Products:
         """A weight [n, K] as float32, valid until the next call."""
         size = weight.numel()
         if self._buffer is None or len(self._buffer) < size:
-            self._buffer = torch.empty(max(size, BUFFER_VALUES))
+            self._buffer = torch.from_numpy(large_array((max(size, BUFFER_VALUES),), np.float32))
         return self._buffer[:size].view(weight.shape).copy_(weight)
 
     def few(self, layer: StoredLinear, x: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from magicpig_cli.attention.base import LogitRule
@@ -29,8 +30,25 @@ class Attended:
         return (self.q + (self.k - self.v).repeat_interleave(group, dim=1)).transpose(1, 2)
 
 
+class StandIn:
+    """Something in attention's place that works on tensors."""
+
+    def attend(
+        self, layer: int, window: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        rule: LogitRule,
+    ) -> torch.Tensor:  # fmt: skip
+        raise NotImplementedError
+
+    def attend_here(
+        self, layer: int, window: int | None, q: np.ndarray, k: np.ndarray, v: np.ndarray, rule: LogitRule
+    ) -> np.ndarray:
+        """q [B, H, D], k and v [B, Hkv, D] → [B, H, D] by `attend`."""
+        query, key, value = (torch.from_numpy(part).unsqueeze(2) for part in (q, k, v))
+        return self.attend(layer, window, query, key, value, rule)[:, 0].contiguous().numpy()
+
+
 @dataclass(slots=True)
-class Trial:
+class Trial(StandIn):
     """Stands for attention in a forward, and notes what it was given."""
 
     prefill: bool = False

@@ -42,7 +42,8 @@ def held(cache: LayerCache) -> torch.Tensor:
 def feed(cache: LayerCache, start: int, stop: int, one_by_one: bool, dtype: str = "float32") -> None:
     if one_by_one:
         for position in range(start, stop):
-            cache.append_one(*rows(position, position + 1, dtype)[:, 0].unbind(dim=1))
+            row = rows(position, position + 1, dtype)[:, 0].float()
+            cache.append_here(*(part.contiguous().numpy() for part in row.unbind(dim=1)))
     else:
         cache.extend(rows(start, stop, dtype))
 
@@ -148,7 +149,7 @@ STEPS_OF_A_CHANGE = [
     (store_module, "as_tensor"),
     (RowStore, "append_from"),
     (RowStore, "truncate"),
-    (Window, "append_one"),
+    (Window, "append_here"),
     (Window, "replace"),
     (kernels.RowTable, "append_block"),
 ]

@@ -113,8 +113,8 @@ def breaking(monkeypatch, engine: Engine, method: str, breaks: Callable[[int], b
             return original(*args, **kwargs)
 
         def half_a_forward(model, ids, positions, forward):
-            attend, seen = forward.attention.chunk if forward.prefill else forward.attention.step, [0]
-            name = "chunk" if forward.prefill else "step"
+            name = "chunk" if forward.prefill else "step_here"
+            attend, seen = getattr(forward.attention, name), [0]
 
             def failing(*inner, **options):
                 seen[0] += 1

@@ -12,6 +12,7 @@ from magicpig_cli.kernels.reference.block import block_inputs, block_output
 from magicpig_cli.kernels.reference.hashing import hash_queries, hash_rows, pack_projection, project
 from magicpig_cli.kernels.reference.probe import read_rows, read_sequential
 from magicpig_cli.kernels.reference.product import multiply
+from magicpig_cli.kernels.reference.rows import write_row
 from magicpig_cli.kernels.reference.signature import pack_basis, rabitq_scores, sign_rows
 from magicpig_cli.kernels.reference.tables import join, segment_codes, truncate_segment
 
@@ -39,4 +40,5 @@ __all__ = [
     "segment_codes",
     "sign_rows",
     "truncate_segment",
+    "write_row",
 ]
