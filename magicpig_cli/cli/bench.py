@@ -143,16 +143,24 @@ class _Target:
             raise
         if self.output is not None and not self.quiet:
             console.say(f"{len(rows)} rows in {self.output}")
-        if self.output is None and self.form == "table":
-            page.print_tables(results)
-        elif self.output is None:
-            print(self._document(results), end="")
+        try:
+            if self.plot is not None and self.plot != "-":
+                self._draw(Path(self.plot), results)
+        finally:
+            self._print(results)
         for text in results.warnings():
             console.warn(text)
         if self.plot == "-":
             page.print_plot(results)
-        elif self.plot is not None:
-            self._draw(Path(self.plot), results)
+
+    def _print(self, results: Results) -> None:
+        """The results where no file has them."""
+        from magicpig_cli.ui import bench as page
+
+        if self.output is None and self.form == "table":
+            page.print_tables(results)
+        elif self.output is None:
+            print(self._document(results), end="")
 
     def _draw(self, path: Path, results: Results) -> None:
         from magicpig_cli.bench.plot import image
