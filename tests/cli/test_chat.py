@@ -372,11 +372,32 @@ def test_undo_regen_and_retry(scripted):
 
 
 def test_regen_says_when_the_answer_will_be_the_same(scripted):
-    chat = scripted("one", "two", "three", arguments=("--seed", "5"))
-    chat.say("go")
-    assert "seed 5 is fixed and gives the same answer" in "\n".join(chat.say("/regen"))
-    chat.say("/set temperature 0")
-    assert "temperature 0 gives the same answer" in "\n".join(chat.say("/regen"))
+    chat = scripted(*map(str, range(12)), arguments=("--seed", "5"))
+
+    def said(*lines: str) -> int:
+        """How often it was said, after these lines."""
+        for line in lines:
+            rows = chat.say(line)
+        return "\n".join(rows).count("gives the same answer")
+
+    assert said("go", "/regen") == 1
+    assert "seed 5 is fixed" in "\n".join(chat.at_prompt())
+    assert said("/set temperature 0", "/regen") == 1
+    assert said("/regen") == 2
+    assert "temperature 0 gives the same answer" in "\n".join(chat.at_prompt())
+    for change in ("/set attention exact", "/set attention default", "/set max_tokens 9", "/system Be brief."):
+        assert said(change, "/regen") == 2, change
+    assert said("/set attention exact", "/set attention default", "/set think off", "/regen") == 3
+    assert said("more", "/undo", "/regen") == 4  # the answer to `go` again
+
+
+def test_regen_may_go_further_than_an_interrupted_answer(scripted):
+    chat = scripted("x" * 500, "y", pause_s=0.02, arguments=("--temperature", "0"))
+    chat.type("go\r")
+    chat.sees("xxx")
+    chat.type("\x03")
+    assert "interrupted" in "\n".join(chat.at_prompt())
+    assert "the same answer" not in "\n".join(chat.say("/regen"))
 
 
 def test_documents(scripted, tmp_path):
