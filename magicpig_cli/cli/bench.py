@@ -47,7 +47,11 @@ def bench(
     fill: Annotated[str, typer.Option(metavar="|".join(_FILLS), help="How contexts are filled.")] = "auto",
     output_format: Annotated[
         str | None,
-        typer.Option(metavar="|".join(_FORMATS), help="What is printed; by default as --output ends, else a table."),
+        typer.Option(
+            metavar="|".join(_FORMATS),
+            help="What is printed; by default as --output ends, else a table. On a GPU json also has launch_ms: what "
+            "launching a step takes, operator by operator and as graphs.",
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write there instead of stdout.")] = None,
     compare: Annotated[

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -52,6 +53,17 @@ def test_the_root_lists_every_command_with_its_help():
 
 def test_version():
     assert magicpig("--version").stdout == f"magicpig {magicpig_cli.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [("chat", "--no-cuda-graphs"), ("chat", "CUDA graphs"), ("bench", "launch_ms"), ("models check", "forms")],
+)
+def test_what_is_told_of_a_gpu_is_in_the_help_and_in_the_readme(capsys, monkeypatch, command, name):
+    monkeypatch.setenv("COLUMNS", "300")
+    assert app.run([*command.split(), "--help"]) == 0
+    assert name in " ".join(capsys.readouterr().out.split())
+    assert name in (Path(__file__).parents[2] / "README.md").read_text()
 
 
 def test_unknown_command():

@@ -426,6 +426,7 @@ def test_documents(scripted, tmp_path):
 
 def test_settings(scripted):
     chat = scripted("a long answer", arguments=("--seed", "5"))
+    assert "budget: share of keys read" in chat.say("/help set")[-1]
     assert chat.say("/set temperature 0.25")[-1] == "temperature 0.25 (set)"
     assert chat.say("/set max-tokens 3")[-1] == "max_tokens 3 (set)"
     assert chat.say("/set top_p 2")[-2] == "error: top-p is 2.0, allowed is 0 to 1"

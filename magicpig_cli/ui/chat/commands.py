@@ -149,7 +149,11 @@ COMMANDS = (
     Command("/undo", "take back the last message and its answer, or documents that wait", _undo),
     Command("/clear", "forget the conversation", _clear),
     Command("/system [TEXT]", 'show or set the system prompt ("" for none)', _system),
-    Command("/set [KEY [VALUE]]", "show or set how answers are drawn and shown", settings.set_value),
+    Command(
+        "/set [KEY [VALUE]]",
+        "how answers are drawn and shown; budget: share of keys read",
+        settings.set_value,
+    ),
     Command("/show", "all settings and where they come from", settings.show),
     Command("/stats", "tokens, times, sampled keys and memory", _stats),
     Command("/save [NAME]", "keep this conversation", sessions.save),
