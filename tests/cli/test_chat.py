@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -160,6 +161,24 @@ def test_ctrl_c_twice_during_an_answer(scripted):
     rows = chat.ends_with(130)
     assert not any(row[:1] in tuple("╭╰│") for row in rows)
     assert not chat.terminal.screen.cursor.hidden
+
+
+@pytest.mark.parametrize("signalled", [False, True], ids=["Ctrl-C twice", "SIGTERM"])
+def test_a_session_keeps_what_was_answered_when_it_is_ended(scripted, signalled):
+    chat = scripted("word " * 40, pause_s=0.3, arguments=("--session", "work"))
+    chat.type("go\r")
+    chat.sees("word")
+    if signalled:
+        os.kill(chat.process.pid, signal.SIGTERM)
+    else:
+        chat.type("\x03")
+        time.sleep(0.05)  # signals that are pending together arrive as one
+        chat.type("\x03")  # before the step has ended that the first one waits for
+    chat.ends_with(130)
+    (path,) = chat.home.rglob("work.json")
+    asked, answered = json.loads(path.read_text())["messages"]
+    assert (asked["role"], asked["content"], answered["role"]) == ("user", "go", "assistant")
+    assert "word".startswith(answered["content"][:4])
 
 
 def test_ctrl_d_leaves_with_0(scripted):

@@ -12,7 +12,7 @@ from magicpig_cli.engine.conversation import Conversation, common_prefix, docume
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.engine.sampling import SamplingParams, resolve_sampling
 from magicpig_cli.errors import ContextError, MagicpigError
-from magicpig_cli.events import Event, Finished
+from magicpig_cli.events import Event, Finished, TokenEvent
 from magicpig_cli.planner import Plan
 from magicpig_cli.prompt_cache import FirstMessage, PromptCache
 from magicpig_cli.sessions import Loaded
@@ -82,6 +82,7 @@ class Chat:
         self.asked: list[Asked] = []  # one per user message
         self.interrupts = Interrupts()
         self.totals = Totals()
+        self._so_far: list[str] = []  # of the answer that is being given
         self._belonging = 0  # see cached_tokens
         self._warned = 0.0  # share of the context that was last warned of
 
@@ -93,13 +94,17 @@ class Chat:
         self.waiting = []
         self.asked.append(asked)
         self.conversation.add_user(asked.message)
-        finished: Finished | None = None
+        self._so_far = []
         try:
             finished = self._answer()
-        finally:
-            if finished is None:
+        except BaseException:  # Ctrl-C twice, or a signal: what was answered by then is kept, as after a single Ctrl-C
+            if self._so_far:
+                self.conversation.add_assistant("".join(self._so_far))
+            else:
                 self.take_back()
+            raise
         if finished is None:
+            self.take_back()
             return text
         self._add(finished)
         return None
@@ -173,6 +178,8 @@ class Chat:
         self.totals.begin()
 
         def observe(event: Event) -> None:
+            if isinstance(event, TokenEvent) and event.text:
+                self._so_far.append(event.text)
             for observer in (self.totals.observe, *observers):
                 observer(event)
 
