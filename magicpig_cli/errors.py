@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 INTERRUPTED = 130  # exit status of a run that Ctrl-C or a signal ended
+UNREAD = 141  # of one whose output nobody reads any more (`| head -1`), as a shell tells of SIGPIPE
 
 
 class MagicpigError(Exception):

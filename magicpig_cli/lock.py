@@ -16,17 +16,16 @@ except ImportError:  # not on Windows, which is told so but not blocked
 
 
 @contextlib.contextmanager
-def locked(
-    path: Path, doing: str = "is writing the same output", hint: str = "wait for it, or give another -o"
-) -> Iterator[None]:
-    """Hold the lock file at `path`, removed at the end. Raises MagicpigError if another process holds it.
+def locked(path: Path, doing: str, hint: str, elsewhere: str) -> Iterator[None]:
+    """Hold the lock file at `path`, removed at the end. Raises MagicpigError if another process holds it, or if it
+    cannot be made.
 
-    doing, hint: what to say then of the other process.
+    doing, hint: what to say then of the other process; elsewhere: how to have another place.
     """
     if fcntl is None:
         yield
         return
-    descriptor = _acquire(path, doing, hint)
+    descriptor = _acquire(path, doing, hint, elsewhere)
     try:
         yield
     finally:
@@ -34,12 +33,12 @@ def locked(
         os.close(descriptor)
 
 
-def _acquire(path: Path, doing: str, hint: str) -> int:
+def _acquire(path: Path, doing: str, hint: str, elsewhere: str) -> int:
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as problem:
-            raise MagicpigError(f"cannot write {path}: {problem.strerror}", hint="-o names another place") from None
+            raise MagicpigError(f"cannot write {path}: {problem.strerror}", hint=elsewhere) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -206,9 +206,9 @@ class _Writing(threading.Thread):
     def _write(self) -> None:
         begin = time.perf_counter()
         hidden = f".{self._path.name}"
-        doing = f"is writing {self._path.name} already"
+        lock, doing = self._path.with_name(f"{hidden}.lock"), f"is writing {self._path.name} already"
         try:
-            with locked(self._path.with_name(f"{hidden}.lock"), doing=doing, hint="it will be there next time"):
+            with locked(lock, doing, "it will be there next time", "--prompt-cache names another place"):
                 self.size = self._engine.save(
                     self._taken, self._path, temporary_name=f"{hidden}.new", go_on=self._go_on
                 )

@@ -195,7 +195,7 @@ def alone(name: str) -> Iterator[None]:
     except OSError as problem:
         raise MagicpigError(f"cannot make {place}: {problem.strerror or problem}") from problem
     doing, hint = f"has session {name} open", "leave it there, or take another name"
-    with locked(place / f"{name}.lock", doing=doing, hint=hint):
+    with locked(place / f"{name}.lock", doing, hint, "XDG_DATA_HOME=FOLDER names another place"):
         with contextlib.suppress(OSError):
             (place / temporary_name(name)).unlink(missing_ok=True)
         yield

@@ -127,7 +127,7 @@ class Output:
         self._answers = answers
         self._open_errors = open_errors
         self._errors: RecordFile | None = None
-        self._ended = threading.Event()
+        self._ended, self._synced = threading.Event(), threading.Event()
         self._syncing = threading.Thread(target=self._sync_in_time, name="sync", daemon=True)
         self._problem: MagicpigError | None = None  # met by that thread
 
@@ -157,11 +157,14 @@ class Output:
         self._errors.write(record)
 
     def _sync_in_time(self) -> None:
-        while not self._ended.wait(SYNC_EVERY_S / 5):
-            try:
-                self._sync(SYNC_EVERY_S * 4 / 5)
-            except MagicpigError as problem:
-                self._problem = problem
+        try:
+            while not self._ended.wait(SYNC_EVERY_S / 5):
+                try:
+                    self._sync(SYNC_EVERY_S * 4 / 5)
+                except MagicpigError as problem:
+                    self._problem = problem
+        finally:
+            self._synced.set()
 
     def _sync(self, older_than_s: float) -> None:
         for file in (self._answers, self._errors):
@@ -182,12 +185,12 @@ class Output:
     ) -> None:
         self._ended.set()
         try:
-            self._syncing.join()
+            self._synced.wait()  # not `join`: Python 3.11 takes a thread for ended once Ctrl-C has interrupted that
             self._sync(0.0)
             self._refuse_unsynced()
         finally:
             for file in (self._answers, self._errors):
-                if file is not None:
+                if file is not None and self._synced.is_set():  # else Ctrl-C came while the thread works on them
                     file.close()
 
 

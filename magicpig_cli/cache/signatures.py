@@ -119,7 +119,7 @@ class SignatureIndex(Index):
 
     @property
     def own_bytes(self) -> int:
-        return 0
+        return self._rows.draw_bytes
 
     @property
     def outgrown(self) -> bool:

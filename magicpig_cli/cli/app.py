@@ -18,7 +18,7 @@ import typer
 import magicpig_cli
 from magicpig_cli.cli.config_file import Parameter, config_path, read_defaults
 from magicpig_cli.cli.options import SHARED_NAMES
-from magicpig_cli.errors import INTERRUPTED, MagicpigError, UsageError
+from magicpig_cli.errors import INTERRUPTED, UNREAD, MagicpigError, UsageError
 from magicpig_cli.ui import console
 
 # Modules of this package, with `_` for `-`; `models` is a group.
@@ -107,23 +107,35 @@ def run(arguments: list[str]) -> int:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:
         return _report(MagicpigError("stdout is closed, so answers have nowhere to go", hint="> FILE, or -o FILE"))
+    try:
+        code = _invoke(arguments)
+        sys.stdout.flush()
+        return code
+    except (KeyboardInterrupt, typer.Abort):
+        with console.lasting_stderr():
+            console.say("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        return UNREAD
+    except Exception as problem:
+        with console.lasting_stderr():
+            return _report(problem)
+
+
+def _invoke(arguments: list[str]) -> int:
+    """Do what the command line says; returns its exit code. Raises whatever ends it early."""
     command = typer.main.get_command(build_app())
     try:
         defaults = _default_map(command, arguments)
         with command.make_context("magicpig", list(arguments), default_map=defaults, obj=arguments) as context:
             command.invoke(context)
-        sys.stdout.flush()
-        return 0
     except typer.Exit as ending:
         return ending.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        console.say("interrupted")
-        return INTERRUPTED
-    except BrokenPipeError:  # `| head -1` has read enough
-        console.silence_stdout()
-        return 1
-    except Exception as problem:
-        return _report(problem)
+    except SystemExit as ending:
+        if isinstance(ending.__context__, BrokenPipeError):  # so Rich, which prints the help, tells of it
+            raise BrokenPipeError from None
+        raise
+    return 0
 
 
 def _report(problem: Exception) -> int:
@@ -148,4 +160,6 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that is not UTF-8
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    console.leave_streams()
+    sys.exit(code)

@@ -160,7 +160,8 @@ def _reserved(options: Options, source: JsonlSource) -> Iterator[OutputPaths | N
         return
     if source.path is not None:
         paths.refuse_input(source.path)
-    with locked(paths.lock):
+    doing, hint = "is writing the same output", "wait for it, or give another -o"
+    with locked(paths.lock, doing, hint, "-o names another place"):
         if not options.overwrite and not options.resume:
             paths.refuse_existing()
         paths.remove_unfinished()

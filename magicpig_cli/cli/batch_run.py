@@ -50,6 +50,7 @@ class BatchRun:
     _engine: Engine | None = None
     _waits: bool = False  # for memory
     _writing: bool = False  # from here on the files are those of this run
+    _finished: bool = False  # and the manifest says so
 
     def run(self) -> int:
         """Check, load, answer; returns the exit code. A run that ends early says how to go on."""
@@ -181,6 +182,7 @@ class BatchRun:
             return self._end_interrupted()
         assert self._progress is not None
         self._write_manifest("finished")
+        self._finished = True
         summary = self._summary()
         if self.options.as_json:
             print(json.dumps(summary), flush=True)
@@ -201,7 +203,7 @@ class BatchRun:
 
     def _tell_failed(self) -> None:
         """What is there, before the error itself is told."""
-        if not self._writing or self.paths is None or self._progress is None:
+        if not self._writing or self._finished or self.paths is None or self._progress is None:
             return
         with contextlib.suppress(MagicpigError):  # what stopped the run is the news
             self._write_manifest("failed")

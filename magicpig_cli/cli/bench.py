@@ -47,7 +47,11 @@ def bench(
     fill: Annotated[str, typer.Option(metavar="|".join(_FILLS), help="How contexts are filled.")] = "auto",
     output_format: Annotated[
         str | None,
-        typer.Option(metavar="|".join(_FORMATS), help="What is printed; by default as --output ends, else a table."),
+        typer.Option(
+            metavar="|".join(_FORMATS),
+            help="What is printed; by default as --output ends, else a table. On a GPU json also has launch_ms: what "
+            "launching a step takes, operator by operator and as graphs.",
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write there instead of stdout.")] = None,
     compare: Annotated[
@@ -143,16 +147,24 @@ class _Target:
             raise
         if self.output is not None and not self.quiet:
             console.say(f"{len(rows)} rows in {self.output}")
-        if self.output is None and self.form == "table":
-            page.print_tables(results)
-        elif self.output is None:
-            print(self._document(results), end="")
+        try:
+            if self.plot is not None and self.plot != "-":
+                self._draw(Path(self.plot), results)
+        finally:
+            self._print(results)
         for text in results.warnings():
             console.warn(text)
         if self.plot == "-":
             page.print_plot(results)
-        elif self.plot is not None:
-            self._draw(Path(self.plot), results)
+
+    def _print(self, results: Results) -> None:
+        """The results where no file has them."""
+        from magicpig_cli.ui import bench as page
+
+        if self.output is None and self.form == "table":
+            page.print_tables(results)
+        elif self.output is None:
+            print(self._document(results), end="")
 
     def _draw(self, path: Path, results: Results) -> None:
         from magicpig_cli.bench.plot import image

@@ -154,15 +154,17 @@ class _Target:
         from magicpig_cli.ui import eval as page
 
         document = report.as_json(meta, rows)
-        if self.as_json:
-            print(document, end="")
-        else:
-            page.print_tables(rows)
-        if self.output is not None:
-            forms = {".json": document, ".csv": report.as_csv(rows), ".md": report.as_markdown(rows)}
-            write(self.output, forms[self.output.suffix.lower()].encode("utf-8", errors="replace"))
-        if self.plot is not None:
-            write(self.plot, plot.image(meta, rows, self.plot.suffix.lower()))
+        try:
+            if self.output is not None:
+                forms = {".json": document, ".csv": report.as_csv(rows), ".md": report.as_markdown(rows)}
+                write(self.output, forms[self.output.suffix.lower()].encode("utf-8", errors="replace"))
+            if self.plot is not None:
+                write(self.plot, plot.image(meta, rows, self.plot.suffix.lower()))
+        finally:  # a full disk leaves at least what is printed
+            if self.as_json:
+                print(document, end="")
+            else:
+                page.print_tables(rows)
         if not self.quiet:
             for path in filter(None, (self.output, self.plot)):
                 console.say(f"written: {path}")

@@ -165,7 +165,7 @@ SHARED_OPTIONS = (
         help="Store linear layers in 8 or, on a GPU, 4 bits: less memory, a little less accurate; faster but for int8 "
         "on a GPU."),
     SharedOption("model", "model.no_cuda_graphs", bool, ("--no-cuda-graphs",),
-        help="Launch every operator of a step by itself: slower, and less GPU memory."),
+        help="Without CUDA graphs, on a GPU: every operator of a step is launched by itself; slower, less GPU memory."),
     SharedOption("model", "context", str, ("-c", "--context", "--ctx-size"), parse=parse_context, metavar="TOKENS|auto",
         help="Longest sequence, like 96k; auto is the model's own context, or what fits in memory."),
     SharedOption("model", "allow_extrapolation", bool, ("--allow-extrapolation",),

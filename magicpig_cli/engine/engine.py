@@ -17,12 +17,13 @@ from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.cache.snapshot import Snapshot, file_bytes, write
 from magicpig_cli.config import MAX_DELAY_S, AttentionOptions, GenerationOptions, Settings
 from magicpig_cli.engine.admission import Admission
+from magicpig_cli.engine.answer import Request
 from magicpig_cli.engine.conversation import ChatCodec, common_prefix
 from magicpig_cli.engine.identity import identity_of, model_differences, sampler_differences, sampler_of
 from magicpig_cli.engine.prefix import SharedPrefix
 from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.engine.sampling import resolve_sampling
-from magicpig_cli.engine.scheduler import Request, Scheduler
+from magicpig_cli.engine.scheduler import Scheduler
 from magicpig_cli.errors import ContextError, MagicpigError, UsageError
 from magicpig_cli.events import MEASURING, Event, LoadProgress
 from magicpig_cli.model import loader

@@ -12,138 +12,32 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
-from magicpig_cli.cache.sequence import Sequence
+from magicpig_cli.engine.answer import Answer, Request
 from magicpig_cli.engine.conversation import common_prefix
 from magicpig_cli.engine.prefix import SharedPrefix
-from magicpig_cli.engine.sampling import SamplingParams, TokenSampler
+from magicpig_cli.engine.sampling import TokenSampler
 from magicpig_cli.engine.text import TextStream
 from magicpig_cli.errors import MagicpigError, MemoryBudgetError
 from magicpig_cli.events import (
     Event,
     Failed,
-    Finished,
-    FinishReason,
     PrefillProgress,
     Requeued,
-    Timing,
     TokenEvent,
     WaitingForMemory,
-    mean_budget,
-    mean_of_roots,
 )
 from magicpig_cli.kernels.memory import give_back_freed
 from magicpig_cli.planner.memory import sequence_parts, too_large, written_out
 
 if TYPE_CHECKING:
     from magicpig_cli.engine.engine import Engine
-    from magicpig_cli.engine.step import Step
 
 MEMORY_WAIT_S = 60.0  # for which a request waits for memory that other programs have taken
 _WAIT_STEP_S = 0.5
-
-
-@dataclass(frozen=True)
-class Request:
-    """One answer wanted. `sequence`: continue that cache, reusing the longest common prefix with `prompt_ids`.
-
-    prefix: what it has in common with other requests; shorter than the prompt. Not together with `sequence`.
-    """
-
-    key: str
-    prompt_ids: list[int]
-    sampling: SamplingParams
-    default_seed: int | None = None  # seed of token sampling where the request names none; None = drawn
-    sequence: Sequence | None = None
-    prefix: SharedPrefix | None = None
-
-
-@dataclass
-class _Answer:
-    """One request that has been opened."""
-
-    request: Request
-    limit: int  # tokens it may be given in all
-    reused: int  # prompt tokens whose rows it does not make itself
-    sampler: TokenSampler
-    stream: TextStream
-    started: float
-    sequence: Sequence | None = None  # from when its prefix has been read
-    reading: Iterator[tuple[int, torch.Tensor | None]] | None = None
-    read_s: float = 0.0
-    ttft_s: float = 0.0
-    tokens: list[int] = field(default_factory=list)
-    tpot_ms: list[float] = field(default_factory=list)
-    sampled: int = 0
-    offloaded: int = 0
-    squares: dict[int, float] = field(default_factory=dict)  # layer → Σ over sampled steps of the mean square error
-    budgets: list[float | None] = field(default_factory=list)  # of each step
-    sampled_steps: int = 0
-    finish: FinishReason | None = None
-
-    @property
-    def key(self) -> str:
-        return self.request.key
-
-    @property
-    def rows(self) -> Sequence:
-        """The sequence of an answer whose prompt has been read."""
-        assert self.sequence is not None
-        return self.sequence
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the sequence at its end, at most."""
-        return len(self.request.prompt_ids) + self.limit
-
-    @property
-    def read_before(self) -> int:
-        """Prompt tokens whose rows somebody has made already."""
-        prefix = self.request.prefix
-        if prefix is None:
-            return self.reused
-        return next((part.tokens for part in prefix.chain() if part.sequence is not None), 0)
-
-    def close(self) -> None:
-        """Free what it holds, unless that is its caller's."""
-        if self.reading is not None:
-            self.reading.close()  # type: ignore[attr-defined]
-        if self.request.sequence is None and self.sequence is not None:
-            self.sequence.release()
-        self.sequence = None
-
-    def finished(self) -> Finished:
-        assert self.finish is not None
-        tail = self.stream.finish()
-        return Finished(
-            key=self.key,
-            reason=self.finish,
-            token_ids=tuple(self.tokens),
-            text=self.stream.text,
-            tail=tail,
-            prompt_tokens=len(self.request.prompt_ids),
-            reused_tokens=self.reused,
-            timing=Timing(self.read_s, self.ttft_s, tuple(self.tpot_ms)),
-            sampled=self.sampled,
-            offloaded=self.offloaded,
-            seed=self.sampler.seed,
-            error_estimate=mean_of_roots(total / self.sampled_steps for total in self.squares.values()),
-            budget=mean_budget(self.budgets),
-        )
-
-    def note(self, step: Step, row: int) -> None:
-        """What a decode step took, and what it sampled for this answer, which is in this row of it."""
-        self.tpot_ms.append(step.stats.wall_ms)
-        self.sampled += step.sampled[row]
-        self.offloaded += step.offloaded[row]
-        self.sampled_steps += bool(step.squares[row])
-        for layer, square in step.squares[row].items():
-            self.squares[layer] = self.squares.get(layer, 0.0) + square
-        self.budgets.append(step.budgets[row])
 
 
 def _failed(request: Request, error: MagicpigError) -> Failed:
@@ -168,8 +62,8 @@ class Scheduler:
         self._slots = batch_size  # fewer after memory ran out
         self._smooth = 0  # answers that have ended since then
         self._max_delay_s = max_delay_s
-        self._reading: _Answer | None = None
-        self._running: list[_Answer] = []  # the oldest first
+        self._reading: Answer | None = None
+        self._running: list[Answer] = []  # the oldest first
         self._waiting_since: float | None = None
         self._prefixes: set[SharedPrefix] = set()  # that have been read
 
@@ -187,7 +81,7 @@ class Scheduler:
             for prefix in self._prefixes:
                 prefix.forget()
 
-    def _opened(self) -> list[_Answer]:
+    def _opened(self) -> list[Answer]:
         return self._running + ([self._reading] if self._reading else [])
 
     # --- joining ---
@@ -232,7 +126,7 @@ class Scheduler:
             yield short
             time.sleep(_WAIT_STEP_S)
 
-    def _open(self, request: Request) -> _Answer:
+    def _open(self, request: Request) -> Answer:
         engine, prompt = self._engine, request.prompt_ids
         limit = min(request.sampling.max_tokens, engine.context - len(prompt))
         reused = 0
@@ -242,14 +136,14 @@ class Scheduler:
             request.sequence.truncate(reused)
         elif request.prefix is not None:
             reused = request.prefix.tokens
-        answer = _Answer(
+        answer = Answer(
             request, limit, reused, TokenSampler(request.sampling, prompt, request.default_seed),
             TextStream(engine.tokenizer, request.sampling.stop), time.perf_counter(), request.sequence,
         )  # fmt: skip
         answer.reading = self._read(answer)
         return answer
 
-    def _short_of_memory(self, answer: _Answer) -> WaitingForMemory | None:
+    def _short_of_memory(self, answer: Answer) -> WaitingForMemory | None:
         """What there is too little of for this answer to begin. Raises MemoryBudgetError if waiting is of no use.
 
         A caller's own sequence was promised its memory when the model was loaded.
@@ -269,13 +163,13 @@ class Scheduler:
                 raise self._too_large(answer, budget - promised)
         return WaitingForMemory(answer.key, need, max(0, budget - promised))
 
-    def _need(self, answer: _Answer) -> int:
+    def _need(self, answer: Answer) -> int:
         """Bytes that it brings along: its own, and of prefixes that have not been read yet."""
         chain = answer.request.prefix.chain() if answer.request.prefix else ()
         unread = (prefix for prefix in chain if prefix.sequence is None)
         return self._promised(answer) + sum(map(self._prefix_bytes, unread))
 
-    def _promised(self, answer: _Answer) -> int:
+    def _promised(self, answer: Answer) -> int:
         if answer.request.sequence is not None:
             return 0
         return self._engine.admission.bytes_of(answer.longest, answer.request.prefix)
@@ -283,7 +177,7 @@ class Scheduler:
     def _prefix_bytes(self, prefix: SharedPrefix) -> int:
         return self._engine.admission.bytes_of(prefix.tokens, prefix.parent)
 
-    def _too_large(self, answer: _Answer, free: int) -> MemoryBudgetError:
+    def _too_large(self, answer: Answer, free: int) -> MemoryBudgetError:
         return MemoryBudgetError(
             too_large(self._engine.plan, answer.longest, max(0, free)),
             hint="close other programs, or allow shorter answers (--max-tokens)",
@@ -291,7 +185,7 @@ class Scheduler:
 
     # --- reading prompts ---
 
-    def _read(self, answer: _Answer) -> Iterator[tuple[int, torch.Tensor | None]]:
+    def _read(self, answer: Answer) -> Iterator[tuple[int, torch.Tensor | None]]:
         """Chunk by chunk: (prompt tokens done, logits [V] once they are the prompt's last)."""
         prompt, prefix = answer.request.prompt_ids, answer.request.prefix
         if prefix is not None:
@@ -323,7 +217,7 @@ class Scheduler:
         prefix.sequence = sequence
         self._prefixes.add(prefix)
 
-    def _read_chunk(self, answer: _Answer) -> Iterator[Event]:
+    def _read_chunk(self, answer: Answer) -> Iterator[Event]:
         """One chunk of a prompt; after the last one the answer runs."""
         assert answer.reading is not None
         total = len(answer.request.prompt_ids)
@@ -366,14 +260,14 @@ class Scheduler:
                 answer.finish = "interrupted"
         yield from self._retire()
 
-    def _try_take(self, answer: _Answer, logits: torch.Tensor) -> Iterator[Event]:
+    def _try_take(self, answer: Answer, logits: torch.Tensor) -> Iterator[Event]:
         """Take the next token. An answer whose logits cannot be used fails alone."""
         try:
             yield self._take(answer, logits)
         except MagicpigError as error:
             yield from self._drop(answer, error)
 
-    def _take(self, answer: _Answer, logits: torch.Tensor) -> TokenEvent:
+    def _take(self, answer: Answer, logits: torch.Tensor) -> TokenEvent:
         """Sample the next token from logits [V], and see whether it ends the answer."""
         token = answer.sampler.pick(logits)
         answer.tokens.append(token)
@@ -397,7 +291,7 @@ class Scheduler:
             self._leave(answer.request)
             yield answer.finished()
 
-    def _drop(self, answer: _Answer, error: MagicpigError) -> Iterator[Event]:
+    def _drop(self, answer: Answer, error: MagicpigError) -> Iterator[Event]:
         """An opened answer that cannot go on."""
         self._close(answer)
         yield from self._fail(answer.request, error)
@@ -406,7 +300,7 @@ class Scheduler:
         self._leave(request)
         yield _failed(request, error)
 
-    def _close(self, answer: _Answer) -> None:
+    def _close(self, answer: Answer) -> None:
         """Take it out and free what it holds."""
         if answer is self._reading:
             self._reading = None

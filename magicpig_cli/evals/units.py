@@ -71,7 +71,8 @@ def open_kept(path: Path, *, fresh: bool = False) -> Iterator[Kept]:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise MagicpigError(f"cannot write {path}: {problem.strerror}") from problem
-    with locked(lock, "is evaluating into the same file", "wait for it, or give another --output"):
+    doing, hint = "is evaluating into the same file", "wait for it, or give another --output"
+    with locked(lock, doing, hint, "--output names another place"):
         records = {} if fresh else _read(path)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_TRUNC if fresh else 0), 0o600)

@@ -168,7 +168,7 @@ class TablesBytes:
 @dataclass(frozen=True, slots=True)
 class SignaturesBytes:
     """Signatures (`cache.signatures`): of each complete block of SIGNATURE_ROWS keys the bits, a 16-bit factor per key
-    and a 16-bit mean."""
+    and a 16-bit mean; beside them, once there was a step, the draw of the uniform tail, a bit per key."""
 
     layers: int
     kv_heads: int
@@ -176,15 +176,17 @@ class SignaturesBytes:
     bits: int
 
     def _layer_bytes(self, keys: int) -> int:
+        """Of the blocks."""
         blocks = keys // SIGNATURE_ROWS
         return self.kv_heads * blocks * (SIGNATURE_ROWS * (self.bits // 8 + 2) + 2 * self.head_dim)
 
     def nbytes(self, keys: int) -> int:
-        return self.layers * self._layer_bytes(keys)
+        drawn = self.kv_heads * (keys // SIGNATURE_ROWS) * SIGNATURE_ROWS // 8
+        return self.layers * (self._layer_bytes(keys) + drawn)
 
     def formula(self, keys: int) -> str:
         blocks = keys // SIGNATURE_ROWS
-        inner = f"{blocks * SIGNATURE_ROWS:,} keys × {self.bits // 8 + 2} B + {blocks:,} means × {2 * self.head_dim} B"
+        inner = f"{blocks * SIGNATURE_ROWS:,} keys × {self.bits // 8 + 2}⅛ B + {blocks:,} means × {2 * self.head_dim} B"
         return f"{self.layers} layers × {self.kv_heads} heads × ({inner})"
 
     def growth_bytes(self, keys: int) -> int:
@@ -196,7 +198,7 @@ class SignaturesBytes:
 
     def shared_bytes(self, prefixes: Sequence[int], keys: int) -> int:
         """All of the prefix's blocks: a block depends on its rows alone, and only a sequence's own ones are joined."""
-        return self.nbytes(min(prefixes[-1], keys)) if prefixes else 0
+        return self.layers * self._layer_bytes(min(prefixes[-1], keys)) if prefixes else 0
 
     def read_at_once(self, keys: int) -> tuple[int, str]:
         return self.nbytes(keys), self.formula(keys)

@@ -48,6 +48,13 @@ class BudgetCandidate:
         return signing_plan(plan, self.budget)
 
 
+def fits(plan: Plan, context: int, goal: Goal) -> bool:
+    """Whether rows and signatures of one sequence of the context have room."""
+    signing, limit = signing_plan(plan, BUDGETS[0]), goal.memory_bytes
+    small = limit is None or signing.index_bytes(context) <= limit
+    return small and signing.sequence_bytes(context) <= signing.budget_bytes
+
+
 Layers = Mapping[int, Mapping[float, SignatureQuality]]  # that may be sampled → by budget
 
 
@@ -114,12 +121,6 @@ class BudgetSearch:
     def meets(self, candidate: BudgetCandidate) -> bool:
         """Whether it is expected to, with room for other text."""
         return self.goal.value(candidate.expected_error, candidate.ratio) * self.room <= self.goal.target
-
-    def fits(self) -> bool:
-        """Whether rows and signatures of one sequence of the context have room."""
-        plan, limit = signing_plan(self.plan, BUDGETS[0]), self.goal.memory_bytes
-        small = limit is None or plan.index_bytes(self.context) <= limit
-        return small and plan.sequence_bytes(self.context) <= plan.budget_bytes
 
     def _rank(self, candidate: BudgetCandidate) -> tuple[bool, float]:
         met = self.meets(candidate)

@@ -48,8 +48,18 @@ class CostModel:
         """From a measured step whose sampled layers are those of `angles` and `dense` are exact."""
         curve = TableCurve.of(K, L)
         work = sum(self.work_ms(K, L, curve, layer) for layer in angles.values())
-        left = measured_ms - self.base_ms - dense * self.exact_layer_ms - work
-        return replace(self, sampled_layer_ms=left / len(angles))
+        return self._with_left(measured_ms - work, len(angles), dense)
+
+    def with_signature_overhead(
+        self, measured_ms: float, bits: int, ratio: float, sampled: int, dense: int
+    ) -> CostModel:
+        """The same from a step whose `sampled` layers were sampled by signatures."""
+        return self._with_left(measured_ms - sampled * self.signature_work_ms(bits, ratio), sampled, dense)
+
+    def _with_left(self, left_ms: float, sampled: int, dense: int) -> CostModel:
+        """left_ms: of a step, without the work of its sampled layers."""
+        left_ms -= self.base_ms + dense * self.exact_layer_ms
+        return replace(self, sampled_layer_ms=left_ms / sampled)
 
     def work_ms(self, K: int, L: int, curve: TableCurve, angles: Angles) -> float:
         """Hash, look-up and attention of one sampled layer: float64, from its histogram at the full context."""
@@ -61,11 +71,15 @@ class CostModel:
         return float(1e3 * (hash_s + retrieve_s + attend_s))
 
     def signature_layer_ms(self, bits: int, ratio: float) -> float:
-        """One layer sampled by signatures; what it takes beside the work is taken to be that of tables."""
+        """One layer sampled by signatures; beside the work it is taken to take what tables do, if there are any."""
+        return self.sampled_layer_ms + self.signature_work_ms(bits, ratio)
+
+    def signature_work_ms(self, bits: int, ratio: float) -> float:
+        """Scan and attention of one layer sampled by signatures."""
         heads = self.kv_heads * self.group
         scan_s = heads * self.offloaded * self.speeds.scan_ns * 1e-9 * bits / SCAN_BITS
         attend_s = self.kv_heads * self._union(ratio) * self.row_bytes / self.speeds.gather_bytes_s
-        return self.sampled_layer_ms + 1e3 * (scan_s / min(self.speeds.threads, heads) + attend_s)
+        return 1e3 * (scan_s / min(self.speeds.threads, heads) + attend_s)
 
     def _union(self, ratio: float) -> float:
         """Rows that any of a group's heads samples, as if they sampled independently of each other."""

@@ -88,6 +88,8 @@ def _typed(candidate: AnyCandidate) -> str:
 
 def _other_line(tuned: Tuned) -> list[str]:
     """What the best of the other sampler does."""
+    if tuned.no_tables is not None:
+        return [f"tables have no room: {tuned.no_tables}"]
     other = tuned.other
     measured = None if other is None else tuned.measurement(other)
     if other is None or measured is None:
@@ -133,6 +135,7 @@ def _meta(engine: Engine, tuned: Tuned, profile: str | None) -> dict[str, Any]:
         "kv_dtype": engine.plan.row_dtype,
         "hash_seed": engine.settings.attention.hash_seed,
         "profile": profile,
+        "no_tables": tuned.no_tables,
         "date": _today(),
     }
 
@@ -174,10 +177,8 @@ def as_profile(engine: Engine, tuned: Tuned, base: Profile, machine: Hardware, n
     Sequences shorter than those for which sampling was measured to pay stay exact with `--attention auto`.
     """
     chosen, measured = tuned.chosen, tuned.measurement(tuned.chosen)
-    tables, budget = tuned.verified[0], tuned.budgets[0] if tuned.budgets else None
-    of_tables = tuned.measurement(tables)
+    budget = tuned.budgets[0] if tuned.budgets else None
     assert measured is not None, "the choice was measured"
-    assert of_tables is not None, "the first of the verified was"
     on_gpu = engine.device != "cpu"
     machine_name = machine.cpu_model + (f", {engine.device}" if on_gpu else "")
     source = (
@@ -188,7 +189,7 @@ def as_profile(engine: Engine, tuned: Tuned, base: Profile, machine: Hardware, n
     pays = measured.ms < tuned.exact_ms
     own = {
         "attention.sampler": source,
-        "attention.tables": source,
+        **({"attention.tables": source} if tuned.verified else {}),
         "attention.dense_layers": source,
         "attention.auto_lsh_from": times,
         **({} if budget is None else {f"attention.{key}": source for key in ("budget", "bits", "tail")}),
@@ -199,6 +200,11 @@ def as_profile(engine: Engine, tuned: Tuned, base: Profile, machine: Hardware, n
         },
     }
     inherited = {key: text for key, text in base.sources.items() if key.partition("[")[0] not in own}
+    if tuned.verified:
+        tables = tuned.verified[0]
+        of_tables = tuned.measurement(tables)
+        assert of_tables is not None, "the verified were measured"
+        base = replace(base, tables=(TableSize(tables.K, tables.L, None, of_tables.quality.ratio),))
     if budget is not None:
         base = replace(base, budget=budget.budget, bits=budget.bits, tail=budget.tail)
     return replace(
@@ -209,7 +215,6 @@ def as_profile(engine: Engine, tuned: Tuned, base: Profile, machine: Hardware, n
             cpu_model=machine.cpu_model, model=engine.model_name,
         ),
         sampler="lsh" if isinstance(chosen, Candidate) else "rabitq",
-        tables=(TableSize(tables.K, tables.L, None, of_tables.quality.ratio),),
         dense_layers=chosen.dense_layers,
         sink=engine.plan.sink,
         local=engine.plan.local,

@@ -11,7 +11,7 @@ import numpy as np
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.engine.recording import ExactStep
 from magicpig_cli.events import Working
-from magicpig_cli.tuning.budgets import BudgetCandidate, BudgetSearch
+from magicpig_cli.tuning.budgets import BudgetCandidate, BudgetSearch, fits
 from magicpig_cli.tuning.capture import Capture
 from magicpig_cli.tuning.cost import CostModel
 from magicpig_cli.tuning.search import SAME_TIME, Candidate, Goal, Search
@@ -76,12 +76,14 @@ class Trial:
     measured: dict[Key, Measured] = field(default_factory=dict)
 
     def choose_tables(self) -> Generator[Working | Notice, None, list[Candidate]]:
-        """The best pairs, measured, the best of them first.
+        """The best pairs, measured, the best of them first; none where no tables have room.
 
         One is measured in all layers first: it tells how far each layer is off its prediction. After at most _ROUNDS
         of measuring the best three, the last three stand, whatever was learnt from them.
         """
         search = self.search
+        if not search.sizes:
+            return []
         (first,) = search.best(search.candidates(), 1)
         yield from self._measure(first, tuple(search.angles))
         self._learn(first)
@@ -98,10 +100,11 @@ class Trial:
     def choose_budget(self) -> Generator[Working | Notice, None, list[BudgetCandidate]]:
         """The budgets that were measured, the best of them first; none where signatures have no room.
 
-        After `choose_tables`, from which it knows what a sampled layer takes beside its work.
+        After `choose_tables`, from which it knows what a sampled layer takes beside its work; else its own first
+        measurement tells.
         """
         search = self.budgets
-        if not search.fits():
+        if not fits(search.plan, search.context, search.goal):
             return []
         search.cost = self.search.cost
         for _ in range(_ROUNDS):
@@ -109,8 +112,10 @@ class Trial:
             if any(abs(known.budget / candidate.budget - 1) < _SAME_BUDGET for known in search.known()):
                 break
             yield from self._measure(candidate, candidate.sampled_layers)
-            quality = self.measured[key_of(candidate)].quality
-            search.room = _room(search.goal, quality)
+            measured = self.measured[key_of(candidate)]
+            if not self.search.sizes:
+                search.cost = self._cost_by_signatures(candidate, measured)
+            search.room = _room(search.goal, measured.quality)
         return search.known()
 
     def _measure(self, candidate: AnyCandidate, layers: SequenceOf[int]) -> Work:
@@ -140,15 +145,24 @@ class Trial:
         search.correct_cost(cost.with_overhead(measured.ms, first.K, first.L, angles, dense))
         search.room = _room(search.goal, measured.quality)
 
-    def preferred(self, tables: Candidate, budgets: SequenceOf[BudgetCandidate]) -> AnyCandidate:
-        """The better of the best of each sampler, by what was measured of both.
+    def _cost_by_signatures(self, candidate: BudgetCandidate, measured: Measured) -> CostModel:
+        """What a sampled layer takes beside the work that is counted, where no tables were measured."""
+        cost, sampled = self.budgets.cost, len(candidate.sampled_layers)
+        cost = CostModel.of(self.engine.plan, cost.speeds, cost.offloaded, measured.exact)
+        dense = self.engine.shape.layers - sampled
+        return cost.with_signature_overhead(measured.ms, candidate.bits, candidate.ratio, sampled, dense)
+
+    def preferred(self, verified: SequenceOf[Candidate], budgets: SequenceOf[BudgetCandidate]) -> AnyCandidate:
+        """The better of the best of each sampler, by what was measured of both. One of them may have no room.
 
         The faster one of two that meet a target error, the smaller index if they are as fast; the more accurate one of
         two that meet a target ratio; else the one that meets the target, or is closer to it.
         """
+        if not verified:
+            return budgets[0]
         if not budgets:
-            return tables
-        goal, budget = self.search.goal, budgets[0]
+            return verified[0]
+        goal, tables, budget = self.search.goal, verified[0], budgets[0]
         both: tuple[AnyCandidate, AnyCandidate] = (budget, tables)
         met = self.search.meets(tables), self.budgets.meets(budget)
         if met[0] != met[1]:

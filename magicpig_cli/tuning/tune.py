@@ -7,19 +7,19 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from magicpig_cli.engine.engine import Engine
-from magicpig_cli.errors import UsageError
+from magicpig_cli.errors import MemoryBudgetError, UsageError
 from magicpig_cli.events import Working
 from magicpig_cli.hardware import Speeds
 from magicpig_cli.planner import Plan
 from magicpig_cli.tuning import kept
 from magicpig_cli.tuning.angles import Angles, measure_angles
-from magicpig_cli.tuning.budgets import BudgetCandidate, BudgetSearch
+from magicpig_cli.tuning.budgets import BudgetCandidate, BudgetSearch, fits
 from magicpig_cli.tuning.capture import STEPS, Capture, baseline, capture
 from magicpig_cli.tuning.cost import CostModel
 from magicpig_cli.tuning.grid import Grid
-from magicpig_cli.tuning.search import Candidate, Goal, Search, fitting, pareto
+from magicpig_cli.tuning.search import Candidate, Goal, Search, Size, fitting, pareto
 from magicpig_cli.tuning.signatures import BUDGETS, SignatureQuality, measure_signatures
-from magicpig_cli.tuning.steps import TIMED_STEPS
+from magicpig_cli.tuning.steps import TIMED_STEPS, signing_plan
 from magicpig_cli.tuning.text import Texts
 from magicpig_cli.tuning.trial import AnyCandidate, Key, Measured, Notice, Trial, key_of, replayed
 from magicpig_cli.tuning.verify import LayerQuality, Quality, Replay
@@ -33,7 +33,7 @@ class Tuned:
     goal: Goal
     context: int
     chosen: AnyCandidate  # one of the firsts of `verified` and `budgets`
-    verified: tuple[Candidate, ...]  # the best pairs, all measured
+    verified: tuple[Candidate, ...]  # the best pairs, all measured, best first
     budgets: tuple[BudgetCandidate, ...]  # those that were measured, best first; none where signatures have no room
     candidates: tuple[Candidate, ...]
     front: tuple[Candidate, ...]  # no other is better in error, time and memory
@@ -46,6 +46,7 @@ class Tuned:
     texts: Texts
     lengths: tuple[int, ...]  # tokens at which queries were taken
     predicted_budgets: tuple[BudgetCandidate, ...]  # at BUDGETS
+    no_tables: str | None  # why no pair was tried; then `verified`, `candidates` and `front` are empty
 
     @property
     def exact_ms(self) -> float:
@@ -73,13 +74,15 @@ def tune(
 ) -> Generator[Working | Notice, None, Tuned]:
     """Choose a pair of the grid, or a budget, for this model, machine and goal. The engine's plan must be exact.
 
-    Raises UsageError (no layer to sample), ContextError (never sampled) or MemoryBudgetError (no pair fits), all of
-    them before anything is read.
+    Where no tables fit but signatures do, budgets alone are tried. Raises UsageError (no layer to sample), ContextError
+    (never sampled) or MemoryBudgetError (neither fits), all of them before anything is read.
     """
     layers = _layers_to_sample(engine)
-    sizes = fitting(engine.plan, context, goal, grid)
+    sizes, no_tables = _fitting(engine.plan, context, goal, grid)
+    if no_tables is not None:
+        yield Notice(f"{no_tables}: going on with signatures alone")
     material = yield from _material(engine, texts.tuning, "reading the text")
-    angles, signatures = yield from _predicted(engine.plan, material, layers)
+    angles, signatures = yield from _predicted(engine.plan, material, layers, tables=bool(sizes))
     yield Working("timing exact steps", 0, 0)
     exact = baseline(engine, material, TIMED_STEPS)
     cost = CostModel.of(engine.plan, speeds, material.offloaded[-1], exact)
@@ -88,7 +91,7 @@ def tune(
     trial = Trial(engine, material, search, BudgetSearch(engine.plan, context, goal, signatures, cost))
     verified = yield from trial.choose_tables()
     budgets = yield from trial.choose_budget()
-    chosen = trial.preferred(verified[0], budgets)
+    chosen = trial.preferred(verified, budgets)
     lengths = material.lengths
     del material, trial.capture  # before the rows of the other text come
     other = yield from _material(engine, texts.held_out, "reading the other text")
@@ -100,8 +103,19 @@ def tune(
         goal, context, chosen, tuple(verified), tuple(budgets), candidates, tuple(pareto(candidates)), trial.measured,
         trial.calibration(verified if isinstance(chosen, Candidate) else budgets), trial.layers_of(chosen),
         Quality.of(held_out.values()), held_out, trial.meets(chosen), texts, lengths,
-        tuple(map(trial.budgets.candidate, BUDGETS)),
+        tuple(map(trial.budgets.candidate, BUDGETS)), no_tables,
     )  # fmt: skip
+
+
+def _fitting(plan: Plan, context: int, goal: Goal, grid: Grid) -> tuple[dict[Size, int], str | None]:
+    """Pairs whose tables fit; if none does, why, and signatures do. Raises MemoryBudgetError if neither fits."""
+    try:
+        return fitting(plan, context, goal, grid), None
+    except MemoryBudgetError as problem:
+        if not fits(plan, context, goal):
+            need = format_bytes(signing_plan(plan, BUDGETS[0]).index_bytes(context))
+            raise MemoryBudgetError(f"{problem.message}; signatures need {need}", problem.hint) from None
+        return {}, problem.message
 
 
 def _material(engine: Engine, ids: list[int], what: str) -> Generator[Working | Notice, None, Capture]:
@@ -147,14 +161,15 @@ _Signatures = dict[int, dict[float, SignatureQuality]]
 
 
 def _predicted(
-    plan: Plan, material: Capture, layers: SequenceOf[int]
+    plan: Plan, material: Capture, layers: SequenceOf[int], *, tables: bool
 ) -> Generator[Working | Notice, None, tuple[dict[int, list[Angles]], _Signatures]]:
-    """What all predictions are made of: angles by layer and depth, and signatures by layer and budget."""
+    """What all predictions are made of: angles (for tables) by layer and depth, and signatures by layer and budget."""
     angles: dict[int, list[Angles]] = {}
     signatures: _Signatures = {}
     for done, number in enumerate(layers):
         yield Working("predicting", done, len(layers))
         layer = material.layer(number)
-        angles[number] = measure_angles(material, layer)
+        if tables:
+            angles[number] = measure_angles(material, layer)
         signatures[number] = measure_signatures(material, layer, plan.bits, plan.tail_of("rabitq"))
     return angles, signatures

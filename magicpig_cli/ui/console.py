@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from magicpig_cli.errors import INTERRUPTED, MagicpigError
+from magicpig_cli.errors import INTERRUPTED, UNREAD, MagicpigError
 from magicpig_cli.units import format_seconds
 
 if TYPE_CHECKING:
@@ -116,11 +116,16 @@ def exit_status(work: Callable[[], object]) -> int:
     """Do the work of a script: what goes wrong is told as the command tells it. Returns the exit status."""
     try:
         work()
+        sys.stdout.flush()
     except MagicpigError as problem:
         error(problem)
         return problem.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        return UNREAD
+    finally:
+        leave_streams()
     return 0
 
 
@@ -129,13 +134,24 @@ def print_last(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError:
-        silence_stdout()
+        _silence(sys.stdout)
 
 
-def silence_stdout() -> None:
-    """Nothing more can be written there; without this Python complains while it shuts down."""
+def leave_streams() -> None:
+    """The last thing of a run. What cannot be written any more is lost; otherwise Python would complain of it while it
+    shuts down, and end with a status of its own.
+    """
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed from the beginning
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            _silence(stream)
+
+
+def _silence(stream: TextIO) -> None:
+    """Nothing more can be written there, and nothing more is."""
     with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextlib.contextmanager

@@ -147,6 +147,7 @@ class PanelView(View):
         self._below = Below(self._out, _frame_maker(state, self._out))
         self._due_at = 0.0
         self._busy = False
+        self._to_stop: int | None = None  # signal that waits until it is no longer busy
         self._open = False
         self._ending = contextlib.ExitStack()
 
@@ -212,13 +213,23 @@ class PanelView(View):
             yield
         finally:
             self._busy = before
+            if self._to_stop is not None and not before:
+                self._stop(self._to_stop)
 
     def _on_resize(self, _signal: int, _frame: FrameType | None) -> None:
         if not self._busy and self._below.shown:
             self._draw()
 
     def _on_stop(self, number: int, _frame: FrameType | None) -> None:
-        """Ctrl-Z: the shell finds its terminal without a panel, and `fg` draws it again."""
+        """Ctrl-Z, which waits for the end of a frame; not so a second one, for a terminal may take no more."""
+        if self._busy and self._to_stop is None:
+            self._to_stop = number
+        else:
+            self._stop(number)
+
+    def _stop(self, number: int) -> None:
+        """The shell finds its terminal without a panel, and `fg` draws it again."""
+        self._to_stop = None
         if not self._busy:
             with self._alone():
                 self._below.erase()

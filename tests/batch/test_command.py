@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +108,17 @@ def test_summary_object_is_the_last_line_of_stdout(batch):
     assert summary["decode_tok_s"] > 0
     assert summary["peak_rss_bytes"] > 1 << 20
     assert "in.out.errors.jsonl" not in names()
+
+
+def test_a_finished_run_whose_summary_nobody_reads_is_finished(batch, monkeypatch):
+    write("in.jsonl", GOOD)
+    read, unread = os.pipe()
+    os.close(read)
+    with monkeypatch.context() as patched, suppress(BrokenPipeError), os.fdopen(unread, "w") as stream:
+        patched.setattr(sys, "stdout", stream)
+        done = batch("in.jsonl", "--json", "-q")
+    assert (done.code, done.err) == (141, "")
+    assert json.loads(Path("in.out.meta.json").read_text())["state"] == "finished"
 
 
 def test_stdin_to_stdout(batch):
@@ -356,7 +368,7 @@ def test_a_reader_that_has_seen_enough(process, tmp_path):
     running.stdout.close()
     assert running.stderr is not None
     assert running.stderr.read() == ""
-    assert running.wait(timeout=60) == 1
+    assert running.wait(timeout=60) == 141
 
 
 def test_what_memory_does_is_said_once(batch, monkeypatch):

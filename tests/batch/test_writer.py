@@ -6,8 +6,10 @@ import errno
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -197,6 +199,36 @@ def test_a_disk_that_fails_later_is_told_with_the_next_record(tmp_path, monkeypa
     assert paths.answers.read_text() == '{"n": 1}\n'
 
 
+def test_ctrl_c_while_the_disk_is_slow_leaves_the_files_to_whom_uses_them(tmp_path, monkeypatch, impatient):
+    begun, goes_on, problems = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(threading, "excepthook", problems.append)
+
+    def slow(_descriptor: int) -> None:
+        begun.set()
+        goes_on.wait()
+
+    def interrupt() -> None:
+        until(lambda: output._ended.is_set())
+        time.sleep(0.1)  # it waits for the thread by now
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    output = Output.to_files(OutputPaths.beside(tmp_path / "o.jsonl"), "new")
+    output.answer({"n": 1})
+    output.error({"n": 2})
+    monkeypatch.setattr(writer.os, "fsync", slow)
+    presser = threading.Thread(target=interrupt)
+    presser.start()
+    try:
+        with pytest.raises(KeyboardInterrupt), output:
+            assert begun.wait(10)
+    finally:
+        goes_on.set()
+    presser.join()
+    output._syncing.join()
+    assert problems == []
+    assert (tmp_path / "o.errors.jsonl").read_text() == '{"n": 2}\n'
+
+
 def test_failures_have_a_file_of_their_own_if_there_are_any(tmp_path):
     paths = OutputPaths.beside(tmp_path / "o.jsonl")
     with Output.to_files(paths, "new") as output:
@@ -246,12 +278,13 @@ def test_an_input_is_never_an_output(tmp_path):
             OutputPaths.beside(tmp_path / name).refuse_input(source)
 
 
+WORDS = ("holds it", "wait", "elsewhere")
 HOLDER = """
 import sys
 import time
 from pathlib import Path
 from magicpig_cli.lock import locked
-with locked(Path(sys.argv[1])):
+with locked(Path(sys.argv[1]), "holds it", "wait", "elsewhere"):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -273,11 +306,11 @@ def holder(tmp_path):
 
 def test_two_writers_are_kept_apart(tmp_path, holder):
     path = tmp_path / "o.lock"
-    with pytest.raises(MagicpigError, match=f"process {holder.pid} "), locked(path):
+    with pytest.raises(MagicpigError, match=f"process {holder.pid} holds it"), locked(path, *WORDS):
         pass
     holder.communicate()
     assert not path.exists()
-    with locked(path):
+    with locked(path, *WORDS):
         assert path.read_text() == f"{os.getpid()}\n"
     assert not path.exists()
 
@@ -287,13 +320,14 @@ def test_the_lock_of_a_killed_writer_is_free(tmp_path, holder):
     holder.wait()
     path = tmp_path / "o.lock"
     assert path.exists()
-    with locked(path):
+    with locked(path, *WORDS):
         assert path.read_text() == f"{os.getpid()}\n"
 
 
 def test_no_place_for_a_lock(tmp_path):
-    with pytest.raises(MagicpigError, match="cannot write"), locked(tmp_path / "none" / "o.lock"):
+    with pytest.raises(MagicpigError, match="cannot write") as caught, locked(tmp_path / "none" / "o.lock", *WORDS):
         pass
+    assert caught.value.hint == WORDS[-1]
 
 
 def test_a_manifest_that_cannot_be_written_leaves_the_old_one_and_no_rest(tmp_path, monkeypatch):

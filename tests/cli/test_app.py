@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -54,6 +55,17 @@ def test_version():
     assert magicpig("--version").stdout == f"magicpig {magicpig_cli.__version__}\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [("chat", "--no-cuda-graphs"), ("chat", "CUDA graphs"), ("bench", "launch_ms"), ("models check", "forms")],
+)
+def test_what_is_told_of_a_gpu_is_in_the_help_and_in_the_readme(capsys, monkeypatch, command, name):
+    monkeypatch.setenv("COLUMNS", "300")
+    assert app.run([*command.split(), "--help"]) == 0
+    assert name in " ".join(capsys.readouterr().out.split())
+    assert name in (Path(__file__).parents[2] / "README.md").read_text()
+
+
 def test_unknown_command():
     done = magicpig("cht")
     assert (done.returncode, done.stdout) == (2, "")
@@ -86,15 +98,14 @@ def raising(monkeypatch):
         (typer.Exit(0), 0, ""),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (typer.Abort(), 130, "interrupted\n"),
-        (BrokenPipeError(), 1, ""),
+        (BrokenPipeError(), 141, ""),
         (
             ValueError("[/login] \x1b[2J"), 1,
             "error: ValueError: [/login] \\x1b[2J\nhint: run it again with --debug for the traceback\n",
         ),
     ],
 )  # fmt: skip
-def test_endings(raising, capsys, monkeypatch, problem, code, printed):
-    monkeypatch.setattr(app.console, "silence_stdout", lambda: None)  # pytest's own stdout
+def test_endings(raising, capsys, problem, code, printed):
     raising(problem)
     assert app.run(["chat"]) == code
     assert capsys.readouterr().err == printed
@@ -111,16 +122,51 @@ def test_debug_shows_the_traceback(raising, capsys, problem, arguments):
     assert "--debug" not in printed.splitlines()[-1]
 
 
-def test_a_reader_that_has_seen_enough_ends_the_run_silently():
+UNREAD = [["models", "--help"], ["--version"], []]  # printed by Rich, before a typer.Exit, at the end of a run
+BUFFERED = {key: value for key, value in ENVIRONMENT.items() if key != "PYTHONUNBUFFERED"}  # as most people run it
+
+
+@pytest.fixture
+def unread():
+    """A pipe that nobody reads any more."""
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "magicpig_cli", "models", "--help"], stdout=write, stderr=subprocess.PIPE, text=True,
-        env=ENVIRONMENT, timeout=60,
-    )  # fmt: skip
+    yield write
     os.close(write)
+
+
+@pytest.mark.parametrize("arguments", UNREAD)
+def test_a_reader_that_has_seen_enough_ends_the_run_silently(unread, arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "magicpig_cli", *arguments], stdout=unread, stderr=subprocess.PIPE, text=True,
+        env=BUFFERED, timeout=60,
+    )  # fmt: skip
     assert done.stderr == ""
+    assert done.returncode == 141
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 141), (["models", "--nope"], 2)])
+def test_neither_stdout_nor_stderr_is_read(unread, arguments, code):
+    command = [sys.executable, "-m", "magicpig_cli", *arguments]
+    assert subprocess.run(command, stdout=unread, stderr=unread, env=BUFFERED, timeout=60).returncode == code
+
+
+def test_a_full_disk_at_stdout_is_told_once():
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "magicpig_cli", "--version"], stdout=full, stderr=subprocess.PIPE, text=True,
+            env=BUFFERED, timeout=60,
+        )  # fmt: skip
     assert done.returncode == 1
+    assert done.stderr.count("No space left on device") == 1
+
+
+def test_a_script_ends_as_a_command_does(unread):
+    code = "import sys\nfrom magicpig_cli.ui import console\nsys.exit(console.exit_status(lambda: print('result')))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=unread, stderr=subprocess.PIPE, text=True, env=BUFFERED, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_doctor_json_has_exactly_the_documented_keys(tmp_path):

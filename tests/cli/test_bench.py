@@ -20,6 +20,7 @@ from magicpig_cli.cli.bench import _check_room, _plan
 from magicpig_cli.config import AttentionOptions, ModelOptions, Settings
 from magicpig_cli.errors import MemoryBudgetError
 from magicpig_cli.events import STAGES
+from magicpig_cli.ui import console
 from tests.tiny import tiny_config
 
 FEW = ("--gen-tokens", "4", "--reps", "3", "--kv-dtype", "float32", "--dtype", "float32", "-t", "1", "--device", "cpu")
@@ -151,6 +152,15 @@ def test_output_is_written_as_it_ends_or_as_asked(bench, tmp_path, name, option,
     assert (tmp_path / name).read_text().startswith(begin)
     assert f"2 rows in {tmp_path / name}" in err
     assert os.listdir(tmp_path) == [name]
+
+
+def test_a_plot_is_drawn_though_nobody_reads_the_table(bench, tmp_path, monkeypatch):
+    def print_table(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(console, "print_table", print_table)
+    assert bench("--context", "512", "--plot", str(tmp_path / "p.svg"), "-q") == (141, "", "")
+    assert (tmp_path / "p.svg").read_bytes().startswith(b"<?xml")
 
 
 def test_compare_and_plots(bench, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -160,6 +161,24 @@ def test_ctrl_c_twice_during_an_answer(scripted):
     rows = chat.ends_with(130)
     assert not any(row[:1] in tuple("╭╰│") for row in rows)
     assert not chat.terminal.screen.cursor.hidden
+
+
+@pytest.mark.parametrize("signalled", [False, True], ids=["Ctrl-C twice", "SIGTERM"])
+def test_a_session_keeps_what_was_answered_when_it_is_ended(scripted, signalled):
+    chat = scripted("word " * 40, pause_s=0.3, arguments=("--session", "work"))
+    chat.type("go\r")
+    chat.sees("word")
+    if signalled:
+        os.kill(chat.process.pid, signal.SIGTERM)
+    else:
+        chat.type("\x03")
+        time.sleep(0.05)  # signals that are pending together arrive as one
+        chat.type("\x03")  # before the step has ended that the first one waits for
+    chat.ends_with(130)
+    (path,) = chat.home.rglob("work.json")
+    asked, answered = json.loads(path.read_text())["messages"]
+    assert (asked["role"], asked["content"], answered["role"]) == ("user", "go", "assistant")
+    assert "word".startswith(answered["content"][:4])
 
 
 def test_ctrl_d_leaves_with_0(scripted):
@@ -372,11 +391,32 @@ def test_undo_regen_and_retry(scripted):
 
 
 def test_regen_says_when_the_answer_will_be_the_same(scripted):
-    chat = scripted("one", "two", "three", arguments=("--seed", "5"))
-    chat.say("go")
-    assert "seed 5 is fixed and gives the same answer" in "\n".join(chat.say("/regen"))
-    chat.say("/set temperature 0")
-    assert "temperature 0 gives the same answer" in "\n".join(chat.say("/regen"))
+    chat = scripted(*map(str, range(12)), arguments=("--seed", "5"))
+
+    def said(*lines: str) -> int:
+        """How often it was said, after these lines."""
+        for line in lines:
+            rows = chat.say(line)
+        return "\n".join(rows).count("gives the same answer")
+
+    assert said("go", "/regen") == 1
+    assert "seed 5 is fixed" in "\n".join(chat.at_prompt())
+    assert said("/set temperature 0", "/regen") == 1
+    assert said("/regen") == 2
+    assert "temperature 0 gives the same answer" in "\n".join(chat.at_prompt())
+    for change in ("/set attention exact", "/set attention default", "/set max_tokens 9", "/system Be brief."):
+        assert said(change, "/regen") == 2, change
+    assert said("/set attention exact", "/set attention default", "/set think off", "/regen") == 3
+    assert said("more", "/undo", "/regen") == 4  # the answer to `go` again
+
+
+def test_regen_may_go_further_than_an_interrupted_answer(scripted):
+    chat = scripted("x" * 500, "y", pause_s=0.02, arguments=("--temperature", "0"))
+    chat.type("go\r")
+    chat.sees("xxx")
+    chat.type("\x03")
+    assert "interrupted" in "\n".join(chat.at_prompt())
+    assert "the same answer" not in "\n".join(chat.say("/regen"))
 
 
 def test_documents(scripted, tmp_path):
@@ -405,6 +445,7 @@ def test_documents(scripted, tmp_path):
 
 def test_settings(scripted):
     chat = scripted("a long answer", arguments=("--seed", "5"))
+    assert "budget: share of keys read" in chat.say("/help set")[-1]
     assert chat.say("/set temperature 0.25")[-1] == "temperature 0.25 (set)"
     assert chat.say("/set max-tokens 3")[-1] == "max_tokens 3 (set)"
     assert chat.say("/set top_p 2")[-2] == "error: top-p is 2.0, allowed is 0 to 1"

@@ -14,6 +14,8 @@ import pexpect
 import pytest
 
 from magicpig_cli.cli import app
+from magicpig_cli.cli.eval import _Target
+from magicpig_cli.ui import eval as page
 
 WORK = ("--tasks", "niah,kl", "-c", "1500", "--samples", "2", "--positions", "16", "-t", "1", "--hash-seeds", "2")
 
@@ -124,6 +126,16 @@ def test_a_run_its_files_and_a_second_run(tiny_directory, home, tmp_path):
     assert "no fast path" in lines[-1]
     assert all(line == line.rstrip() for line in lines)
     assert json.loads(out.read_text())["results"] == document["results"]
+
+
+def test_files_are_written_though_nobody_reads_the_table(tmp_path, monkeypatch):
+    def print_tables(_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(page, "print_tables", print_tables)
+    with pytest.raises(BrokenPipeError):
+        _Target(tmp_path / "eval.json", None, as_json=False, quiet=True).deliver({}, [])
+    assert json.loads((tmp_path / "eval.json").read_text()) == {"meta": {}, "results": []}
 
 
 def test_a_killed_run_goes_on(tiny_directory, home, tmp_path):

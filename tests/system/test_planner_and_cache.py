@@ -272,22 +272,32 @@ def test_most_of_a_long_prefix_is_shared():
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("turns", [(1200,), (400, 100, 700), (255, 945)])
 def test_bytes_of_signatures(turns, kv_dtype, bits):
-    """However a sequence grew, its index has the bytes that are planned, not one more or less."""
+    """However a sequence grew, its index has the bytes that are planned, not one more or less, once a step has drawn
+    the uniform tail."""
     model = tiny_model("llama")
     shape = shape_from_config(model.config)
     options = AttentionOptions(mode="rabitq", bits=bits, kv_dtype=kv_dtype)
     chosen = plan(hardware.probe(), shape, Settings(attention=options, threads=1))
     runner = ModelRunner(model, shape, chosen, torch.device("cpu"), hash_seed=0)
     sequence = runner.new_sequence()
+
+    def drawn() -> int:
+        return 2 * shape.kv_heads * (sequence.layers[0].store.length // 256 * 256) // 8  # 2 of 3 layers are sampled
+
     for turn in turns:
         list(runner.prefill(sequence, torch.arange(turn).remainder(250).tolist()))
-        assert sequence.index_bytes == chosen.index_bytes(sequence.length)
+        assert sequence.index_bytes == chosen.index_bytes(sequence.length) - drawn()
     for _ in range(300):
         runner.decode([sequence], [7])
         # What this step has moved out of the window is signed in the next one.
         assert sequence.index_bytes == chosen.index_bytes(sequence.length - 1)
     sequence.truncate(900)
+    assert sequence.index_bytes == chosen.index_bytes(900) - drawn()
+    runner.decode([sequence], [7])
     assert sequence.index_bytes == chosen.index_bytes(900)
+    fork = runner.fork(sequence)
+    assert fork.index_bytes == chosen.index_bytes(900) - drawn()
+    fork.release()
 
 
 def signed_plan() -> Plan:
@@ -331,4 +341,4 @@ def test_a_fork_shares_the_signatures_that_are_planned(first, longer, question, 
     theirs = {id(part) for part in chain[-1].parts}
     assert sum(part.nbytes for key, part in own.items() if key in theirs) == shared
     beside = sum(part.nbytes for key, part in own.items() if key not in theirs)
-    assert beside + shared == chosen.index_bytes(tokens)
+    assert beside + shared + fork.length // 8 == chosen.index_bytes(tokens)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from magicpig_cli.tuning.budgets import BudgetSearch
+from magicpig_cli.tuning.budgets import BudgetSearch, fits
 from magicpig_cli.tuning.cost import CostModel
 from magicpig_cli.tuning.search import Goal
 from magicpig_cli.tuning.signatures import BUDGETS, SignatureQuality
@@ -63,5 +63,5 @@ def test_a_ratio_is_the_budget_rounded_down(engine):
 
 def test_a_limit_of_memory_that_signatures_exceed(engine):
     need = replace(engine.plan, mode="rabitq").index_bytes(CONTEXT)
-    assert make_search(engine, Goal(error=0.1, ratio=None, memory_bytes=need)).fits()
-    assert not make_search(engine, Goal(error=0.1, ratio=None, memory_bytes=need - 1)).fits()
+    assert fits(engine.plan, CONTEXT, Goal(error=0.1, ratio=None, memory_bytes=need))
+    assert not fits(engine.plan, CONTEXT, Goal(error=0.1, ratio=None, memory_bytes=need - 1))

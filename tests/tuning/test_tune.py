@@ -111,6 +111,28 @@ def test_one_pair_alone(engine):
     assert [c.size for c in tuned.verified] == [(6, 40)]
 
 
+def test_where_no_tables_fit_signatures_alone_are_tried(engine):
+    need = replace(engine.plan, mode="rabitq").index_bytes(CONTEXT)
+    tuned, events = run(engine, Goal(error=0.2, ratio=None, memory_bytes=need))
+    (why,) = (event.text for event in events if isinstance(event, Notice) and "signatures alone" in event.text)
+    assert "no pair of the grid fits: K=4 L=20 needs" in why
+    assert (tuned.verified, tuned.candidates, tuned.front, tuned.other) == ((), (), (), None)
+    assert tuned.chosen == tuned.budgets[0]
+    assert tuned.chosen.index_bytes == need
+    # The last one that was measured has told what a sampled layer takes beside its work.
+    assert any(c.ms == pytest.approx(tuned.measurement(c).ms) for c in tuned.budgets)
+    told = "\n".join(report.verdict(engine, tuned, None))
+    assert f"tables have no room: {tuned.no_tables}" in told
+    assert len(report.table_rows(tuned)) == len(tuned.budgets)
+    document = json.loads(json.dumps(report.as_json(engine, tuned, None)))
+    assert document["meta"]["no_tables"] == tuned.no_tables
+    assert {c["sampler"] for c in document["candidates"]} == {"rabitq"}
+    base = profiles.find("cpu")
+    made = report.as_profile(engine, tuned, base, probe(), "mine")
+    assert (made.sampler, made.tables, made.budget) == ("rabitq", base.tables, tuned.chosen.budget)
+    assert made.sources.get("attention.tables") == base.sources.get("attention.tables")
+
+
 def test_tables_that_sample_every_key_leave_nothing_to_calibrate(engine):
     tuned, _ = run(engine, Goal(error=0.2, ratio=None), parse_grid("K=1,L=1000"))
     assert tuned.verified[0].error == 0.0
@@ -210,5 +232,5 @@ def test_the_better_of_the_two_samplers_is_chosen(engine, goal, errors, ms, want
     trial, tables, budget = candidates(engine, goal, tables_error=errors[0], budget_error=errors[1])
     for candidate, taken in zip((tables, budget), ms, strict=True):
         trial.measured[key_of(candidate)] = Measured(None, taken, ExactStep(20.0, 10.0))
-    assert trial.preferred(tables, [budget]) == (tables if wanted == "lsh" else budget)
-    assert trial.preferred(tables, []) == tables
+    assert trial.preferred([tables], [budget]) == (tables if wanted == "lsh" else budget)
+    assert trial.preferred([tables], []) == tables

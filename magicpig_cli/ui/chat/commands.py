@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from magicpig_cli.engine.sampling import resolve_sampling
 from magicpig_cli.errors import MagicpigError
 from magicpig_cli.ui import console
 from magicpig_cli.ui.chat import documents, sessions, settings
@@ -105,11 +104,11 @@ def _context(chat: Chat, _: str) -> None:
 
 
 def _regen(chat: Chat, _: str) -> None:
-    sampling = resolve_sampling(chat.settings.generation, chat.engine.generation_config)
-    if chat.asked and sampling.greedy:
+    drawn = chat.setup.drawn
+    if chat.gives_the_same and drawn.greedy:
         console.say("temperature 0 gives the same answer; /set temperature 0.7 varies it")
-    elif chat.asked and sampling.seed is not None:
-        console.say(f"seed {sampling.seed} is fixed and gives the same answer; /set seed default draws another")
+    elif chat.gives_the_same:
+        console.say(f"seed {drawn.seed} is fixed and gives the same answer; /set seed default draws another")
     chat.again()
 
 
@@ -150,7 +149,11 @@ COMMANDS = (
     Command("/undo", "take back the last message and its answer, or documents that wait", _undo),
     Command("/clear", "forget the conversation", _clear),
     Command("/system [TEXT]", 'show or set the system prompt ("" for none)', _system),
-    Command("/set [KEY [VALUE]]", "show or set how answers are drawn and shown", settings.set_value),
+    Command(
+        "/set [KEY [VALUE]]",
+        "how answers are drawn and shown; budget: share of keys read",
+        settings.set_value,
+    ),
     Command("/show", "all settings and where they come from", settings.show),
     Command("/stats", "tokens, times, sampled keys and memory", _stats),
     Command("/save [NAME]", "keep this conversation", sessions.save),

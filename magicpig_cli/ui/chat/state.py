@@ -10,8 +10,10 @@ from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.config import AttentionOptions, Settings
 from magicpig_cli.engine.conversation import Conversation, common_prefix, document_message
 from magicpig_cli.engine.engine import Engine
+from magicpig_cli.engine.sampling import SamplingParams, resolve_sampling
 from magicpig_cli.errors import ContextError, MagicpigError
-from magicpig_cli.events import Event, Finished
+from magicpig_cli.events import Event, Finished, TokenEvent
+from magicpig_cli.planner import Plan
 from magicpig_cli.prompt_cache import FirstMessage, PromptCache
 from magicpig_cli.sessions import Loaded
 from magicpig_cli.ui import console
@@ -27,11 +29,26 @@ _MAKES_ROOM = "/undo or /clear makes room; -c gives a larger context"
 
 
 @dataclass(frozen=True, slots=True)
+class Setup:
+    """What an answer depends on beside the messages."""
+
+    system: str | None
+    drawn: SamplingParams
+    plan: Plan  # with the attention that /set has chosen
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it draws the same tokens each time."""
+        return self.drawn.greedy or self.drawn.seed is not None
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """A message as it was typed, and the documents that went with it."""
 
     text: str
     documents: tuple[Waiting, ...] = ()
+    answered: Setup | None = None  # how, if it was to the end
 
     @property
     def named_documents(self) -> list[tuple[str, str]]:
@@ -65,6 +82,7 @@ class Chat:
         self.asked: list[Asked] = []  # one per user message
         self.interrupts = Interrupts()
         self.totals = Totals()
+        self._so_far: list[str] = []  # of the answer that is being given
         self._belonging = 0  # see cached_tokens
         self._warned = 0.0  # share of the context that was last warned of
 
@@ -76,13 +94,17 @@ class Chat:
         self.waiting = []
         self.asked.append(asked)
         self.conversation.add_user(asked.message)
-        finished: Finished | None = None
+        self._so_far = []
         try:
             finished = self._answer()
-        finally:
-            if finished is None:
+        except BaseException:  # Ctrl-C twice, or a signal: what was answered by then is kept, as after a single Ctrl-C
+            if self._so_far:
+                self.conversation.add_assistant("".join(self._so_far))
+            else:
                 self.take_back()
+            raise
         if finished is None:
+            self.take_back()
             return text
         self._add(finished)
         return None
@@ -102,6 +124,17 @@ class Chat:
                 console.say("the earlier answer stays")
         if finished is not None:
             self._add(finished)
+
+    @property
+    def setup(self) -> Setup:
+        """What the next answer will depend on."""
+        drawn = resolve_sampling(self.settings.generation, self.engine.generation_config)
+        return Setup(self.conversation.system, drawn, self.engine.plan)
+
+    @property
+    def gives_the_same(self) -> bool:
+        """Whether the last message would be answered as it was."""
+        return bool(self.asked) and self.setup.repeats and self.asked[-1].answered == self.setup
 
     def take_back(self) -> Asked | None:
         """As if the last message had not been sent: its documents wait again. None if there was none."""
@@ -145,6 +178,8 @@ class Chat:
         self.totals.begin()
 
         def observe(event: Event) -> None:
+            if isinstance(event, TokenEvent) and event.text:
+                self._so_far.append(event.text)
             for observer in (self.totals.observe, *observers):
                 observer(event)
 
@@ -155,6 +190,8 @@ class Chat:
 
     def _add(self, finished: Finished) -> None:
         self.conversation.add_assistant(finished.text)
+        to_the_end = finished.reason != "interrupted"
+        self.asked[-1] = replace(self.asked[-1], answered=self.setup if to_the_end else None)
         self._belonging = self.sequence.length
         if not self.quiet:
             console.say(statistics_line(finished))
