@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -104,7 +104,14 @@ def _draft(
         graphs=on_gpu and not model.no_cuda_graphs,
         speeds=hardware.speeds,
         profile=profile.name,
+        head_shares=_head_shares(shape, profile),
     )
+
+
+def _head_shares(shape: ModelShape, profile: Profile) -> Mapping[int, tuple[float, ...]]:
+    """The profile's; none where they are of another model."""
+    fit = all(layer < shape.layers and len(heads) == shape.heads for layer, heads in profile.head_shares.items())
+    return profile.head_shares if fit else {}
 
 
 def _target_error(attention: AttentionOptions, profile: Profile) -> float | None:

@@ -112,12 +112,24 @@ def _signatures(plan: Plan, settings: Settings, profile: Profile) -> list[str]:
     lines = [f"bits {plan.bits}: {_source(asked.bits, profile.bits, profile)}, per key in the index"]
     if plan.target_error is None:
         source = _source(asked.budget, profile.budget, profile)
-        return [*lines, f"budget {plan.budget:.2%} of the keys: {source}"]
+        return [*lines, f"budget {plan.budget:.2%} of the keys: {source}", *_head_shares(plan, profile)]
     low, high = BUDGET_RANGE
     return [
         *lines,
         f"target error {plan.target_error:g}: {_source(asked.target_error, profile.target_error, profile)}; each "
         f"head's budget moves between {low:.2%} and {high:.0%} of the keys, from {plan.budget:.2%} on",
+    ]
+
+
+def _head_shares(plan: Plan, profile: Profile) -> list[str]:
+    if not profile.head_shares:
+        return []
+    if not plan.head_shares:
+        return [f"head shares: not those of profile {profile.name}, which are of a model with other layers or heads"]
+    all_of_them = [share for heads in plan.head_shares.values() for share in heads]
+    return [
+        f"head shares: profile {profile.name}, a query head reads {min(all_of_them):g} to {max(all_of_them):g} times "
+        f"the budget"
     ]
 
 

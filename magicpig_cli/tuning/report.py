@@ -191,7 +191,7 @@ def as_profile(engine: Engine, tuned: Tuned, base: Profile, machine: Hardware, n
         "attention.tables": source,
         "attention.dense_layers": source,
         "attention.auto_lsh_from": times,
-        **({} if budget is None else {f"attention.{key}": source for key in ("budget", "bits", "tail")}),
+        **({} if budget is None else {f"attention.{key}": source for key in ("budget", "bits", "tail", "head_shares")}),
         **{
             f"attention.{key}": f"as asked of {source.removeprefix('measured: ')}"
             for key in ("sink", "local")
@@ -200,7 +200,9 @@ def as_profile(engine: Engine, tuned: Tuned, base: Profile, machine: Hardware, n
     }
     inherited = {key: text for key, text in base.sources.items() if key.partition("[")[0] not in own}
     if budget is not None:
-        base = replace(base, budget=budget.budget, bits=budget.bits, tail=budget.tail)
+        base = replace(
+            base, budget=budget.budget, bits=budget.bits, tail=budget.tail, head_shares=budget.head_shares
+        )  # fmt: skip
     return replace(
         base,
         name=name,

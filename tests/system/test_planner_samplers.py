@@ -112,6 +112,28 @@ def test_profiles_fill_in_what_was_not_asked():
     assert any(line.startswith("tail 0.1: profile built-in") for line in found.reasons)
 
 
+def test_heads_share_the_budget_as_a_profile_of_their_model_says():
+    even = dict.fromkeys(range(1, 4), (1.0,) * QWEN_7B.heads)
+    shares = even | {2: (0.5,) * (QWEN_7B.heads - 1) + (4.0,)}
+    found = chosen(replace(BUILT_IN, name="mine", head_shares=shares), mode="rabitq", budget=0.03)
+    assert found.head_shares == shares
+    assert found.sampled_ratio == found.budget == 0.03  # on average over all heads
+    assert "head shares: profile mine, a query head reads 0.5 to 4 times the budget" in found.reasons
+    assert chosen(mode="rabitq").head_shares == {}
+    assert not any("head shares" in line for line in chosen(mode="rabitq").reasons)
+
+
+@pytest.mark.parametrize(
+    "shares", [{1: (1.0,) * (QWEN_7B.heads - 1)}, {QWEN_7B.layers: (1.0,) * QWEN_7B.heads}], ids=["heads", "layers"]
+)
+def test_head_shares_of_another_model_are_not_used(shares):
+    found = chosen(replace(BUILT_IN, name="other", head_shares=shares), mode="rabitq")
+    assert found.head_shares == {}
+    assert any(
+        line.startswith("head shares: not those of profile other, which are of a model") for line in found.reasons
+    )
+
+
 @pytest.mark.parametrize(
     "options", [{"budget": 0.0}, {"budget": 1.01}, {"tail": -0.1}, {"tail": 1.1}, {"bits": 48}, {"bits": 544},
                 {"target_error": 0.0}, {"mode": "tables"}],
