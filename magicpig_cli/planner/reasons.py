@@ -20,10 +20,10 @@ _QUANTIZED_BY = {
 
 def of(
     plan: Plan, hardware: Hardware, settings: Settings, profile: Profile, why: str, *, wanted: int,
-    too_large: Plan | None,
+    too_large: Plan | None, other: Plan | None,
 ) -> tuple[str, ...]:  # fmt: skip
     """One line per choice. wanted: the context before memory had a say; too_large: with recommended tables, if they
-    do not fit."""
+    do not fit; other: with the sampler that could have been chosen too."""
     origin = "default" if profile.name == BUILT_IN.name else f"profile {profile.name}"
     asked = settings.attention
     lines = [
@@ -32,6 +32,8 @@ def of(
         _attention(plan, asked.mode != "auto", origin),
     ]
     if plan.sampled_layers:
+        if other is not None and plan.mode == "auto":
+            lines.append(_sampler(plan, other))
         if plan.sampler == "lsh":
             lines.append(_tables(plan, settings, origin, too_large))
         else:
@@ -82,6 +84,14 @@ def _attention(plan: Plan, asked: bool, origin: str) -> str:
         return f"attention {plan.mode}: {source}, but no layer can be sampled, all are dense or windowed"
     when = f" from {plan.auto_lsh_from:,} tokens on ({origin}), exact below" if plan.mode == "auto" else ""
     return f"attention {plan.mode}: {source}, {len(plan.sampled_layers)} layers sampled by {plan.sampler}{when}"
+
+
+def _sampler(plan: Plan, other: Plan) -> str:
+    error, its = plan.expected_error or 0.0, other.expected_error or 0.0
+    errors = f"relative error of attention about {error:.1%}, with {other.sampler} {its:.1%}"
+    if error <= its:
+        return f"sampler {plan.sampler}: the more accurate one, {errors}"
+    return f"sampler {plan.sampler}: faster here, also at the same error; {errors}"
 
 
 def _tables(plan: Plan, settings: Settings, origin: str, too_large: Plan | None) -> str:

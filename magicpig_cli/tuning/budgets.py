@@ -39,7 +39,7 @@ class BudgetCandidate:
     ms: float  # predicted, of a step at the full context
     index_bytes: int
     expected_error: float  # measured where it was, else predicted and corrected by what was measured of other budgets
-    head_shares: Shares  # of the budget
+    head_shares: Shares = field(hash=False)  # of the budget
 
     @property
     def words(self) -> str:
