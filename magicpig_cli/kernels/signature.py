@@ -117,8 +117,8 @@ class SignedRows:
     blocks: Sequence[SignatureBlock] = ()
     cells: np.ndarray = field(init=False, repr=False, compare=False)  # int64 [n/256, 6], of all blocks
     largest: np.ndarray = field(init=False, repr=False, compare=False)  # uint16 [Hkv], of all blocks
-    # What the kernels have drawn of the uniform tail, for the next step.
-    draws: dict[Any, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # What the kernels have drawn of the uniform tail, for the next step; None: not kept yet, but seen.
+    draws: dict[Any, np.ndarray | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         heads, head_dim = self.table.kv_heads, self.table.head_dim
