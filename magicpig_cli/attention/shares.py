@@ -1,6 +1,6 @@
 """How the query heads of a model share one budget of the signature sampler (docs/decisions/021).
 
-At one budget some heads err thirty times as much as others, and the same ones on any text. A head's error goes with
+At one budget some heads err thirty times as much as others, on any text the same ones. A head's error goes with
 1 / budget, so the sum of squared errors is least where budgets go with the cube root of squared errors at one budget.
 """
 
