@@ -101,7 +101,8 @@ cdef struct Unit:
     float largest       # factor
     int16_t* scores     # [G][n]
     uint64_t* bits      # [G][words]; NULL where only scores are asked for
-    const uint64_t* tail  # [words]: the uniform tail's, where it was drawn before; NULL: in `bits`
+    const uint64_t* tail  # [G][words]: the uniform tail's, where it was drawn before; NULL: in `bits`
+    int64_t tail_step   # words to the next head's; 0 where heads have the same
     double* shares      # [G]: of rows, for the threshold
 
 
@@ -318,7 +319,7 @@ cdef void _take_item(const void* work, int64_t at, int worker) noexcept nogil:
     head.tau = INFINITY if bound > TOP_SCORE else (<float>bound - <float>0.5) * head.unit
     if bound < -TOP_SCORE:
         head.rate = 1
-    take_scores(scores, n, bound, unit.tail, unit.bits + g * (n // 64))
+    take_scores(scores, n, bound, unit.tail + g * unit.tail_step if unit.tail else NULL, unit.bits + g * (n // 64))
     job.times[worker * 8] += now_ns() - began
 
 
@@ -341,33 +342,40 @@ cdef Parts _signed_parts(Signed signed, groups, Tables sources, const double[:, 
 
 
 cdef _draw_tails(Signed signed, Parts parts, groups, const double[:, ::1] rates, key, int threads, int64_t* times):
-    """The uniform tails. Where all heads of a sequence have one rate, a draw is kept with its rows: it is that of all
-    steps until there are others."""
-    cdef int64_t b, h, H = rates.shape[1], Hkv = signed.count // len(groups) if groups else 1
+    """The uniform tails. A draw is kept with its rows: it is that of all steps until there are others. Heads of one rate
+    share it; where rates differ, they have to be the same in two steps, as those of a moving budget are not."""
+    cdef int64_t b, h, H = rates.shape[1], Hkv = signed.count // len(groups) if groups else 1, heads
     cdef const uint64_t[:, ::1] words
     cdef uint64_t[:, ::1] made
     cdef const Part* part
     known, wanted = [], []
     for b, group in enumerate(groups):
-        rate = {rates[b, h] for h in range(H)}
-        name = (*key, *rate) if len(rate) == 1 and parts.at[b].n else None
-        found = None if name is None else group.draws.get(name)
+        of_heads = [rates[b, h] for h in range(H)]
+        name = (*key, *(of_heads if len(set(of_heads)) > 1 else of_heads[:1]))
+        found = group.draws.get(name)
         known.append(found is not None)
-        wanted.append(name if found is None else None)
+        wanted.append(name if found is None and parts.at[b].n else None)
         if found is not None:
             signed.held.append(found)
             words = found
+            heads = words.shape[0] // Hkv
             for h in range(Hkv):
-                signed.units[b * Hkv + h].tail = &words[h, 0]
+                signed.units[b * Hkv + h].tail = &words[h * heads, 0]
+                signed.units[b * Hkv + h].tail_step = words.shape[1] if heads > 1 else 0
     _take_tail(parts, rates, key, Hkv, threads, times, known)
     for b, group in enumerate(groups):
-        if wanted[b] is not None:
+        if wanted[b] is None:
+            continue
+        heads = H if len(wanted[b]) > 3 else Hkv
+        again = heads == Hkv or wanted[b] in group.draws
+        group.draws.clear()
+        group.draws[wanted[b]] = None
+        if again:
             part = parts.at + b
-            draw = np.empty((Hkv, part.words), dtype=np.uint64)
+            draw = np.empty((heads, part.words), dtype=np.uint64)
             made = draw
-            for h in range(Hkv):
-                memcpy(&made[h, 0], part.bits + h * signed.job.G * part.words, part.words * sizeof(uint64_t))
-            group.draws.clear()
+            for h in range(heads):
+                memcpy(&made[h, 0], part.bits + h * (H // heads) * part.words, part.words * sizeof(uint64_t))
             group.draws[wanted[b]] = draw
 
 

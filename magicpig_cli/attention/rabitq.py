@@ -7,6 +7,7 @@ the budget; besides, every key is taken with a small probability. What is taken 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -65,15 +66,17 @@ def next_budgets(budgets: np.ndarray, error: np.ndarray, target: float) -> np.nd
 class RabitqSampler:
     """Directions of all sampled layers, and how much is read: `budget`, or what `target_error` makes of it.
 
-    tail: share of the budget that is drawn uniformly.
+    tail: share of the budget that is drawn uniformly; head_budgets: by layer, float32 [H], where heads differ.
     """
 
     name = "rabitq"
 
     def __init__(
-        self, *, budget: float, tail: float, bits: int, target_error: float | None, hash_seed: int, threads: int
-    ) -> None:
+        self, *, budget: float, tail: float, bits: int, target_error: float | None, hash_seed: int, threads: int,
+        head_budgets: Mapping[int, np.ndarray] | None = None,
+    ) -> None:  # fmt: skip
         self.budget, self.tail, self.bits, self.target_error = budget, tail, bits, target_error
+        self._head_budgets = head_budgets or {}
         self._hash_seed, self._threads = hash_seed, threads
         self._weights = log_normal_table()
         self._bases: dict[int, kernels.SignatureBasis] = {}
@@ -113,6 +116,8 @@ class RabitqSampler:
         computed: SequenceOf[torch.Tensor] = (),
     ) -> Estimate:  # fmt: skip
         groups, budgets = [], np.full(q.shape[:2], self.budget, dtype=np.float32)
+        if layer in self._head_budgets:
+            budgets[:] = self._head_budgets[layer]
         for b, cache in enumerate(caches):
             if sampled is None or sampled[b]:
                 assert isinstance(cache.index, SignatureIndex), "sampling needs an index"

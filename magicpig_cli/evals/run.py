@@ -141,7 +141,7 @@ class Evaluation:
             "device": engine.device,
             "window": (engine.plan.sink, engine.plan.local, engine.plan.flush),
             "dense_layers": None if unit.mode.name == EXACT else engine.plan.dense_layers,
-            "sampler": None if plan is None else (sampler_of(plan, unit.hash_seed), options),
+            "sampler": None if plan is None else (sampler_of(plan, unit.hash_seed), options, dict(plan.head_shares)),
             "text": None if job.text is None else job.text.digest,
             "seed": None if job.task == CONTINUATION else self._request.seed,
             "positions": self._request.positions if job.task == CONTINUATION else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -22,7 +22,7 @@ from magicpig_cli.planner import forms, memory, reasons
 from magicpig_cli.planner.checks import check_device, check_request, check_window
 from magicpig_cli.planner.plan import Mode, Plan, most_together
 from magicpig_cli.planner.predict import predict
-from magicpig_cli.planner.quality import expected_ratio
+from magicpig_cli.planner.quality import budget_for, expected_ratio
 from magicpig_cli.planner.ways_out import ways_out
 from magicpig_cli.profiles import BUILT_IN, Profile, TableSize
 from magicpig_cli.units import format_bytes
@@ -31,7 +31,7 @@ SHORTEST_CHUNK = 128  # to which chunks are cut where a GPU has no room for long
 # Taken after a profile's own, where no larger tables fit: the paper's other two. They sample more keys (7 and 8% where
 # (10, 150) samples 4.5%), so they cost time, not accuracy: EVIDENCE.md section 2.
 SMALLER_TABLES = (TableSize(9, 120), TableSize(8, 75))
-SAME_SPEED = 1.1  # times the fastest sampler's step up to which the more accurate one is taken (sampler auto)
+SAME_SPEED = 1.1  # times the other sampler's step, at the same error, up to which the more accurate one is taken
 
 
 def plan(hardware: Hardware, shape: ModelShape, settings: Settings, profile: Profile = BUILT_IN, why: str = "") -> Plan:
@@ -61,7 +61,9 @@ def _choose(hardware: Hardware, shape: ModelShape, settings: Settings, profile: 
     check_window(draft)
     choice = _best_sampler(hardware, draft, settings, profile)
     chosen = choice.plan
-    found = reasons.of(chosen, hardware, settings, profile, why, wanted=wanted, too_large=choice.too_large)
+    found = reasons.of(
+        chosen, hardware, settings, profile, why, wanted=wanted, too_large=choice.too_large, other=choice.other
+    )
     return replace(chosen, reasons=found)
 
 
@@ -104,7 +106,14 @@ def _draft(
         graphs=on_gpu and not model.no_cuda_graphs,
         speeds=hardware.speeds,
         profile=profile.name,
+        head_shares=_head_shares(shape, profile),
     )
+
+
+def _head_shares(shape: ModelShape, profile: Profile) -> Mapping[int, tuple[float, ...]]:
+    """The profile's; none where they are of another model."""
+    fit = all(layer < shape.layers and len(heads) == shape.heads for layer, heads in profile.head_shares.items())
+    return profile.head_shares if fit else {}
 
 
 def _target_error(attention: AttentionOptions, profile: Profile) -> float | None:
@@ -133,7 +142,8 @@ def _dense_layers(attention: AttentionOptions, shape: ModelShape, profile: Profi
 def _best_sampler(hardware: Hardware, draft: Plan, settings: Settings, profile: Profile) -> _Choice:
     """What fits with the sampler that `auto` means, or with the best one where a profile leaves that open.
 
-    That is the more accurate one, as far as steps are not much longer with it. Raises MemoryBudgetError.
+    That is the one with which the longest context fits, of two the more accurate one, unless the other is faster even
+    at the same error. Raises MemoryBudgetError.
     """
     found: list[_Choice] = []
     refusals: list[MemoryBudgetError] = []
@@ -143,13 +153,25 @@ def _best_sampler(hardware: Hardware, draft: Plan, settings: Settings, profile: 
         except MemoryBudgetError as refusal:
             refusals.append(refusal)
     if not found:
-        raise refusals[0]
+        raise refusals[-1]  # of signatures, which need less
     longest = max(choice.plan.context for choice in found)
     found = [choice for choice in found if choice.plan.context == longest]
-    times = [predict(choice.plan, longest).ms_per_token for choice in found]
-    fastest = min((ms for ms in times if ms is not None), default=None)
-    near = [choice for choice, ms in zip(found, times, strict=True) if ms is None or ms <= SAME_SPEED * (fastest or ms)]
-    return min(near, key=lambda choice: choice.plan.expected_error or 0.0)
+    best, *others = sorted(found, key=lambda choice: choice.plan.expected_error or 0.0)
+    if not others:
+        return best
+    (other,) = others
+    if _faster_at_its_error(other.plan, best.plan):
+        best, other = other, best
+    return replace(best, other=other.plan)
+
+
+def _faster_at_its_error(plan: Plan, accurate: Plan) -> bool:
+    """Whether steps are shorter than those of a more accurate sampler that reads just enough to err as much."""
+    error = plan.expected_error
+    if accurate.sampler == "rabitq" and accurate.target_error is None and error:
+        accurate = replace(accurate, budget=min(accurate.budget, budget_for(error, accurate.bits)))
+    ms, wanted = (predict(one, one.context).ms_per_token for one in (plan, accurate))
+    return ms is not None and wanted is not None and wanted > SAME_SPEED * ms
 
 
 def _samplers(attention: AttentionOptions, profile: Profile) -> tuple[str, ...]:
@@ -171,10 +193,11 @@ def _that_fits(hardware: Hardware, draft: Plan, settings: Settings, profile: Pro
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A plan that fits, and what was recommended instead of its tables but does not."""
+    """A plan that fits, what was recommended instead of its tables but does not, and the one with the other sampler."""
 
     plan: Plan
     too_large: Plan | None
+    other: Plan | None = None  # None: it was not to choose from
 
 
 def _recommended(profile: Profile, attention: AttentionOptions, tokens: int) -> TableSize:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from magicpig_cli.config import DEFAULT_TAIL, INDEX_FROM
@@ -63,6 +63,7 @@ class Plan:
     device_reserve: int = 0  # bytes of it left to CUDA itself
     graphs: bool = False  # decode steps are CUDA graphs, which take memory of it too
     speeds: Speeds | None = None  # of this machine; None = times cannot be predicted
+    head_shares: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of rabitq: `attention.shares.Shares`
     profile: str = "built-in"
     reasons: tuple[str, ...] = ()
 
@@ -87,7 +88,8 @@ class Plan:
     @property
     def signatures(self) -> SignaturesPlan:
         """rabitq, whether this plan samples with it or not."""
-        return SignaturesPlan(self.budget, self.bits, self.tail_of("rabitq"), self.target_error)
+        uneven = bool(self.head_shares) and self.target_error is None
+        return SignaturesPlan(self.budget, self.bits, self.tail_of("rabitq"), self.target_error, uneven)
 
     @property
     def _sampling(self) -> SamplerPlan:
@@ -122,8 +124,11 @@ class Plan:
     @property
     def sampled_layers(self) -> tuple[int, ...]:
         """Layers whose decode attention is sampled: not dense, without a sliding window."""
-        if self.sampler is None:
-            return ()
+        return () if self.sampler is None else self.sampled_by_any
+
+    @property
+    def sampled_by_any(self) -> tuple[int, ...]:
+        """The same, whatever the sampler is."""
         return tuple(layer for layer in self.shape.full_layers if layer not in self.dense_layers)
 
     def offloaded(self, tokens: int) -> int:

@@ -32,6 +32,13 @@ def expected_table_error(ratio: float) -> float:
     return float(error * (share / ratio) ** power)
 
 
+def budget_for(error: float, bits: int) -> float:
+    """Of signatures, with which they are expected to err so much."""
+    at, share, power = _SIGNATURES
+    known, bits_power = _SIGNATURE_BITS
+    return min(1.0, float(share * (at * (known / bits) ** bits_power / error) ** (1 / power)))
+
+
 def expected_signature_error(budget: float, bits: int) -> float:
     """The same of signatures; 0 where everything is read."""
     error, share, power = _SIGNATURES

@@ -20,10 +20,10 @@ _QUANTIZED_BY = {
 
 def of(
     plan: Plan, hardware: Hardware, settings: Settings, profile: Profile, why: str, *, wanted: int,
-    too_large: Plan | None,
+    too_large: Plan | None, other: Plan | None,
 ) -> tuple[str, ...]:  # fmt: skip
     """One line per choice. wanted: the context before memory had a say; too_large: with recommended tables, if they
-    do not fit."""
+    do not fit; other: with the sampler that could have been chosen too."""
     origin = "default" if profile.name == BUILT_IN.name else f"profile {profile.name}"
     asked = settings.attention
     lines = [
@@ -32,6 +32,8 @@ def of(
         _attention(plan, asked.mode != "auto", origin),
     ]
     if plan.sampled_layers:
+        if other is not None and plan.mode == "auto":
+            lines.append(_sampler(plan, other))
         if plan.sampler == "lsh":
             lines.append(_tables(plan, settings, origin, too_large))
         else:
@@ -84,6 +86,14 @@ def _attention(plan: Plan, asked: bool, origin: str) -> str:
     return f"attention {plan.mode}: {source}, {len(plan.sampled_layers)} layers sampled by {plan.sampler}{when}"
 
 
+def _sampler(plan: Plan, other: Plan) -> str:
+    error, its = plan.expected_error or 0.0, other.expected_error or 0.0
+    errors = f"relative error of attention about {error:.1%}, with {other.sampler} {its:.1%}"
+    if error <= its:
+        return f"sampler {plan.sampler}: the more accurate one, {errors}"
+    return f"sampler {plan.sampler}: faster here, also at the same error; {errors}"
+
+
 def _tables(plan: Plan, settings: Settings, origin: str, too_large: Plan | None) -> str:
     asked = settings.attention
     line = f"tables K={plan.K} L={plan.L}: "
@@ -112,12 +122,24 @@ def _signatures(plan: Plan, settings: Settings, profile: Profile) -> list[str]:
     lines = [f"bits {plan.bits}: {_source(asked.bits, profile.bits, profile)}, per key in the index"]
     if plan.target_error is None:
         source = _source(asked.budget, profile.budget, profile)
-        return [*lines, f"budget {plan.budget:.2%} of the keys: {source}"]
+        return [*lines, f"budget {plan.budget:.2%} of the keys: {source}", *_head_shares(plan, profile)]
     low, high = BUDGET_RANGE
     return [
         *lines,
         f"target error {plan.target_error:g}: {_source(asked.target_error, profile.target_error, profile)}; each "
         f"head's budget moves between {low:.2%} and {high:.0%} of the keys, from {plan.budget:.2%} on",
+    ]
+
+
+def _head_shares(plan: Plan, profile: Profile) -> list[str]:
+    if not profile.head_shares:
+        return []
+    if not plan.head_shares:
+        return [f"head shares: not those of profile {profile.name}, which are of a model with other layers or heads"]
+    all_of_them = [share for heads in plan.head_shares.values() for share in heads]
+    return [
+        f"head shares: profile {profile.name}, a query head reads {min(all_of_them):g} to {max(all_of_them):g} times "
+        f"the budget"
     ]
 
 

@@ -77,12 +77,13 @@ class TablesPlan:
 
 @dataclass(frozen=True, slots=True)
 class SignaturesPlan:
-    """rabitq. tail: of the budget, drawn uniformly; target_error: None = the budget stays."""
+    """rabitq. tail: of the budget, drawn uniformly; target_error: None = the budget stays; uneven: heads share it so."""
 
     budget: float
     bits: int
     tail: float
     target_error: float | None
+    uneven: bool = False
 
     @property
     def options(self) -> Options:
@@ -103,4 +104,5 @@ class SignaturesPlan:
         return self.target_error or expected_signature_error(self.budget, self.bits)
 
     def index(self, shape: ModelShape, layers: int) -> IndexBytes:
-        return SignaturesBytes(layers, shape.kv_heads, shape.head_dim, self.bits)
+        draws = shape.heads // shape.kv_heads if self.uneven else 1
+        return SignaturesBytes(layers, shape.kv_heads, shape.head_dim, self.bits, draws)

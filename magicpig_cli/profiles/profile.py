@@ -43,6 +43,7 @@ class Profile:
     bits: int | None = None  # of rabitq
     tail: float | None = None  # share of what is sampled that is drawn uniformly
     target_error: float | None = None  # of rabitq: by which each head's budget moves; None = it stays
+    head_shares: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of rabitq, by layer: of the budget
     dense_layers: tuple[int, ...] = (0,)
     sink: int = DEFAULT_SINK
     local: int = DEFAULT_LOCAL

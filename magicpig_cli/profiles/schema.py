@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
@@ -20,6 +20,7 @@ from magicpig_cli.units import MAX_SIZE, parse_bytes, parse_tokens
 MAX_LAYERS = 1000
 MAX_CHUNK = 1 << 16  # prompt tokens per forward; beyond it activations alone are gigabytes
 MAX_WINDOW = 1 << 20  # tokens of sink or local: more is exact attention by another name
+MAX_SHARE = 100.0  # of a head, of the budget
 MAX_PARALLEL = 1024  # threads, and sequences decoded together
 _SHOWN = 60  # characters of a wrong value in a message
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline; not every one survives YAML
@@ -139,6 +140,27 @@ def _layers() -> _Kind:
     return _Kind(f"ascending lists of layers like [0, 16], from 0 to {MAX_LAYERS - 1}", read, list)
 
 
+def _heads() -> _Kind:
+    """Layer → a number for each query head. Nothing is written where there are none."""
+    layer, share = _whole(0, MAX_LAYERS - 1), _number("", lambda value: 0 < value <= MAX_SHARE)
+
+    def read(value: Any, _: str) -> dict[int, tuple[float, ...]]:
+        if not isinstance(value, dict) or not all(isinstance(heads, list) and heads for heads in value.values()):
+            raise ValueError
+        found = {layer.read(key, ""): tuple(share.read(one, "") for one in heads) for key, heads in value.items()}
+        if len({len(heads) for heads in found.values()}) > 1:
+            raise ValueError
+        return found
+
+    def write(shares: Mapping[int, tuple[float, ...]] | None) -> Any:
+        return {number: list(heads) for number, heads in shares.items()} if shares else None
+
+    return _Kind(
+        f"layers with as many numbers above 0 up to {MAX_SHARE:g} as the model has query heads, like {{1: [0.5, 1.5]}}",
+        read, write,
+    )  # fmt: skip
+
+
 _TABLE_KEYS = {
     "K": _Key("K", _whole(1, MAX_K)),
     "L": _Key("L", _whole(2, MAX_L)),
@@ -196,6 +218,7 @@ _SECTIONS = {
         "bits": _Key("bits", _bits()),
         "tail": _Key("tail", _number("numbers from 0 to 1", lambda value: 0 <= value <= 1)),
         "target_error": _Key("target_error", _number("numbers above 0", lambda value: 0 < value < float("inf"))),
+        "head_shares": _Key("head_shares", _heads()),
         "dense_layers": _Key("dense_layers", _layers()),
         "sink": _Key("sink", _tokens(0, MAX_WINDOW)),
         "local": _Key("local", _tokens(1, MAX_WINDOW)),
@@ -253,11 +276,10 @@ def to_document(profile: Profile) -> dict[str, Any]:
 
 def _write_section(owner: Any, keys: dict[str, _Key]) -> dict[str, Any]:
     """What is set. None stands for itself only where the file has a word for it."""
-    written = {name: (key.kind, getattr(owner, key.field)) for name, key in keys.items()}
     return {
-        name: kind.write(value)
-        for name, (kind, value) in written.items()
-        if value is not None or kind.write(None) is not None
+        name: written
+        for name, key in keys.items()
+        if (written := key.kind.write(getattr(owner, key.field))) is not None
     }
 
 

@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from magicpig_cli.attention.estimator import Floats
+from magicpig_cli.attention.shares import Shares
 from magicpig_cli.planner import Plan
 from magicpig_cli.tuning.cost import CostModel
 from magicpig_cli.tuning.search import Goal
@@ -38,6 +39,7 @@ class BudgetCandidate:
     ms: float  # predicted, of a step at the full context
     index_bytes: int
     expected_error: float  # measured where it was, else predicted and corrected by what was measured of other budgets
+    head_shares: Shares = field(hash=False)  # of the budget
 
     @property
     def words(self) -> str:
@@ -45,7 +47,7 @@ class BudgetCandidate:
 
     def sampling(self, plan: Plan) -> Plan:
         """The plan that samples like this."""
-        return signing_plan(plan, self.budget)
+        return signing_plan(plan, self.budget, self.head_shares)
 
 
 def fits(plan: Plan, context: int, goal: Goal) -> bool:
@@ -66,6 +68,7 @@ class BudgetSearch:
     context: int
     goal: Goal
     layers: Layers
+    shares: Shares  # with which the layers were predicted
     cost: CostModel
     measured: dict[float, dict[int, LayerQuality]] = field(default_factory=dict)
     room: float = 1.0  # the target has to be met by this factor
@@ -81,6 +84,7 @@ class BudgetSearch:
             ms=exact_ms + len(sampled) * self.cost.signature_layer_ms(plan.bits, ratio),
             index_bytes=plan.index_bytes(self.context),
             expected_error=error * self.factor if measured is None else Quality.of(measured.values()).error,
+            head_shares=self.shares,
         )  # fmt: skip
 
     @property

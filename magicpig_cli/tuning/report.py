@@ -192,7 +192,7 @@ def as_profile(engine: Engine, tuned: Tuned, base: Profile, machine: Hardware, n
         **({"attention.tables": source} if tuned.verified else {}),
         "attention.dense_layers": source,
         "attention.auto_lsh_from": times,
-        **({} if budget is None else {f"attention.{key}": source for key in ("budget", "bits", "tail")}),
+        **({} if budget is None else {f"attention.{key}": source for key in ("budget", "bits", "tail", "head_shares")}),
         **{
             f"attention.{key}": f"as asked of {source.removeprefix('measured: ')}"
             for key in ("sink", "local")
@@ -206,7 +206,9 @@ def as_profile(engine: Engine, tuned: Tuned, base: Profile, machine: Hardware, n
         assert of_tables is not None, "the verified were measured"
         base = replace(base, tables=(TableSize(tables.K, tables.L, None, of_tables.quality.ratio),))
     if budget is not None:
-        base = replace(base, budget=budget.budget, bits=budget.bits, tail=budget.tail)
+        base = replace(
+            base, budget=budget.budget, bits=budget.bits, tail=budget.tail, head_shares=budget.head_shares
+        )  # fmt: skip
     return replace(
         base,
         name=name,

@@ -6,12 +6,13 @@ else is an expectation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from magicpig_cli.attention.estimator import mean_alignment
+from magicpig_cli.attention.estimator import Floats, mean_alignment
 from magicpig_cli.kernels import SIGNATURE_ROWS, rotation_share
 from magicpig_cli.tuning.capture import Capture, Layer
 
@@ -45,22 +46,39 @@ class SignatureQuality:
 
 
 def measure_signatures(
-    capture: Capture, layer: Layer, bits: int, tail: float, budgets: Iterable[float] = BUDGETS
-) -> dict[float, SignatureQuality]:
-    """By budget, what is expected of one layer over all depths; float64."""
+    capture: Capture, layer: Layer, bits: int, tail: float, budgets: Iterable[float] = BUDGETS,
+    shares: Sequence[float] | None = None,
+) -> dict[float, SignatureQuality]:  # fmt: skip
+    """By budget, what is expected of one layer over all depths; float64. shares: of the budget, by query head."""
     found: dict[float, SignatureQuality] = {}
+    for head, pair in _pairs(capture, layer, bits):
+        for budget in budgets:
+            quality = pair.quality(min(budget * shares[head], 1.0) if shares else budget, tail)
+            found[budget] = found[budget] + quality if budget in found else quality
+    return found
+
+
+def squared_errors(capture: Capture, layer: Layer, bits: int, tail: float, budget: float) -> Floats:
+    """Expected squared relative error of each query head [H] at one budget: the mean over depths and steps."""
+    squares: list[list[float]] = [[] for _ in range(layer.q.shape[2])]
+    for head, pair in _pairs(capture, layer, bits):
+        squares[head].append(pair.quality(budget, tail).squares)
+    means: Floats = np.array(squares).mean(axis=1)
+    return means
+
+
+def _pairs(capture: Capture, layer: Layer, bits: int) -> Iterator[tuple[int, _Pair]]:
+    """Query heads, each with what one step attends to."""
     group = layer.q.shape[2] // layer.rows.shape[0]
     for depth, (length, offloaded) in enumerate(zip(capture.lengths, capture.offloaded, strict=True)):
         signed = offloaded // SIGNATURE_ROWS * SIGNATURE_ROWS
-        for head in range(layer.rows.shape[0]):
-            rows = layer.rows[head, : length + capture.steps].double()
+        middle = slice(capture.sink, capture.sink + signed)
+        for kv_head in range(layer.rows.shape[0]):
+            rows = layer.rows[kv_head, : length + capture.steps].double()
             for step in range(min(_STEPS, capture.steps)):
-                for q in layer.q[depth, step, head * group : (head + 1) * group].double():
-                    pair = _Pair(layer, q, rows[: length + step + 1], slice(capture.sink, capture.sink + signed), bits)
-                    for budget in budgets:
-                        quality = pair.quality(budget, tail)
-                        found[budget] = found[budget] + quality if budget in found else quality
-    return found
+                for head in range(kv_head * group, (kv_head + 1) * group):
+                    q = layer.q[depth, step, head].double()
+                    yield head, _Pair(layer, q, rows[: length + step + 1], middle, bits)
 
 
 class _Pair:

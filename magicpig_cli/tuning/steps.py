@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -21,9 +22,9 @@ def sampling_plan(plan: Plan, K: int, L: int, dense_layers: tuple[int, ...]) -> 
     return replace(plan, mode="lsh", K=K, L=L, dense_layers=dense_layers)
 
 
-def signing_plan(plan: Plan, budget: float) -> Plan:
-    """The same plan, but sampling so many of the keys by their signatures."""
-    return replace(plan, mode="rabitq", budget=budget, target_error=None)
+def signing_plan(plan: Plan, budget: float, head_shares: Mapping[int, tuple[float, ...]] | None = None) -> Plan:
+    """The same plan, but sampling so many of the keys by their signatures; head_shares: None = every head as many."""
+    return replace(plan, mode="rabitq", budget=budget, head_shares=head_shares or {}, target_error=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,9 @@ from collections.abc import Generator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from magicpig_cli.attention.estimator import Floats
+from magicpig_cli.attention.shares import Shares, head_shares
+from magicpig_cli.config import DEFAULT_BUDGET
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.errors import MemoryBudgetError, UsageError
 from magicpig_cli.events import Working
@@ -18,7 +21,7 @@ from magicpig_cli.tuning.capture import STEPS, Capture, baseline, capture
 from magicpig_cli.tuning.cost import CostModel
 from magicpig_cli.tuning.grid import Grid
 from magicpig_cli.tuning.search import Candidate, Goal, Search, Size, fitting, pareto
-from magicpig_cli.tuning.signatures import BUDGETS, SignatureQuality, measure_signatures
+from magicpig_cli.tuning.signatures import BUDGETS, SignatureQuality, measure_signatures, squared_errors
 from magicpig_cli.tuning.steps import TIMED_STEPS, signing_plan
 from magicpig_cli.tuning.text import Texts
 from magicpig_cli.tuning.trial import AnyCandidate, Key, Measured, Notice, Trial, key_of, replayed
@@ -82,13 +85,15 @@ def tune(
     if no_tables is not None:
         yield Notice(f"{no_tables}: going on with signatures alone")
     material = yield from _material(engine, texts.tuning, "reading the text")
-    angles, signatures = yield from _predicted(engine.plan, material, layers, tables=bool(sizes))
+    angles, squares = yield from _measured(engine.plan, material, layers, tables=bool(sizes))
+    shares = head_shares(squares)
+    signatures = yield from _predicted(engine.plan, material, layers, shares)
     yield Working("timing exact steps", 0, 0)
     exact = baseline(engine, material, TIMED_STEPS)
     cost = CostModel.of(engine.plan, speeds, material.offloaded[-1], exact)
     search = Search(engine.plan, context, goal, angles, cost)
     search.predict(sizes)
-    trial = Trial(engine, material, search, BudgetSearch(engine.plan, context, goal, signatures, cost))
+    trial = Trial(engine, material, search, BudgetSearch(engine.plan, context, goal, signatures, shares, cost))
     verified = yield from trial.choose_tables()
     budgets = yield from trial.choose_budget()
     chosen = trial.preferred(verified, budgets)
@@ -160,16 +165,30 @@ def _layers_to_sample(engine: Engine) -> list[int]:
 _Signatures = dict[int, dict[float, SignatureQuality]]
 
 
-def _predicted(
+def _measured(
     plan: Plan, material: Capture, layers: SequenceOf[int], *, tables: bool
-) -> Generator[Working | Notice, None, tuple[dict[int, list[Angles]], _Signatures]]:
-    """What all predictions are made of: angles (for tables) by layer and depth, and signatures by layer and budget."""
+) -> Generator[Working | Notice, None, tuple[dict[int, list[Angles]], dict[int, Floats]]]:
+    """Angles (for tables) by layer and depth, and by layer the squared error of each head where all read the same
+    share."""
     angles: dict[int, list[Angles]] = {}
-    signatures: _Signatures = {}
+    squares: dict[int, Floats] = {}
     for done, number in enumerate(layers):
-        yield Working("predicting", done, len(layers))
+        yield Working("looking at the heads", done, len(layers))
         layer = material.layer(number)
         if tables:
             angles[number] = measure_angles(material, layer)
-        signatures[number] = measure_signatures(material, layer, plan.bits, plan.tail_of("rabitq"))
-    return angles, signatures
+        squares[number] = squared_errors(material, layer, plan.bits, plan.tail_of("rabitq"), DEFAULT_BUDGET)
+    return angles, squares
+
+
+def _predicted(
+    plan: Plan, material: Capture, layers: SequenceOf[int], shares: Shares
+) -> Generator[Working | Notice, None, _Signatures]:
+    """Signatures by layer and budget."""
+    signatures: _Signatures = {}
+    for done, number in enumerate(layers):
+        yield Working("predicting", done, len(layers))
+        signatures[number] = measure_signatures(
+            material, material.layer(number), plan.bits, plan.tail_of("rabitq"), shares=shares.get(number)
+        )
+    return signatures

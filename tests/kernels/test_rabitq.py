@@ -400,7 +400,15 @@ def test_a_draw_of_the_tail_that_was_kept_is_the_draw_that_would_be_made(isa):
     basis, table = make_basis(64, 32), make_table(make_rows(2, 1024, 32))
     q, kept = queries(1, 4, 32), make_signed(table, 1024, basis)
     other = make_signed(table, 768, basis)
-    ways = [((0.1,), 0.5), ((0.1,), 0.5), ((0.1, 0.2), 0.5), ((0.3,), 1.0), ((0.3,), 1.0), ((0.1,), 0.5)]
+    ways = [
+        ((0.1,), 0.5),
+        ((0.1,), 0.5),
+        *[((0.1, 0.2), 0.5)] * 3,
+        ((0.1, 0.3), 0.5),
+        ((0.3,), 1.0),
+        ((0.3,), 1.0),
+        ((0.1,), 0.5),
+    ]
     for share, tail in ways:
         how = {"budget": budgets(1, 4, *share), "tail": tail, "key": KEY, "scale": 0.2}
         fresh = kernels.rabitq_sample(q, basis, [make_signed(table, 1024, basis)], **how)
@@ -413,3 +421,25 @@ def test_a_draw_of_the_tail_that_was_kept_is_the_draw_that_would_be_made(isa):
             assert of_both[1][h].max() < 768
     again = kernels.rabitq_sample(q, basis, [kept], budget=budgets(1, 4, 0.1), tail=0.5, key=(5, 3), scale=0.2)
     assert any(len(a) != len(b) or (a != b).any() for a, b in zip(again[0], fresh[0], strict=True))
+
+
+def test_draws_of_one_rate_for_each_head_are_kept_once_they_come_again(isa):
+    if isa == "reference":
+        pytest.skip("draws anew")
+    basis, table = make_basis(64, 32), make_table(make_rows(2, 1024, 32))
+    q, group = queries(1, 4, 32), make_signed(table, 1024, basis)
+
+    def sample(*share: float) -> np.ndarray | None:
+        kernels.rabitq_sample(q, basis, [group], budget=budgets(1, 4, *share), tail=0.5, key=KEY, scale=0.2)
+        (draw,) = group.draws.values()
+        return draw
+
+    assert sample(0.1, 0.2) is None
+    assert sample(0.1, 0.3) is None  # of a moving budget nothing is kept
+    uneven = sample(0.1, 0.3)
+    assert uneven is not None
+    assert len(uneven) == 4
+    assert sample(0.1, 0.3) is uneven
+    even = sample(0.1)
+    assert even is not None
+    assert len(even) == 2  # of the heads of a group

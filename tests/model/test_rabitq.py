@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -124,6 +125,32 @@ def test_whichever_way_led_there_the_same_is_sampled(way):
         assert torch.equal(one.logits, other.logits)
         assert one.sampled == other.sampled
         assert one.offloaded == other.offloaded
+
+
+def test_heads_read_their_shares_of_the_budget():
+    """On average over layers and heads it is the budget; with a target error each head finds its own."""
+    model = tiny_model("llama")
+    (ids,) = prompts(model.config.vocab_size, (1500,))
+    heads = model.config.num_attention_heads
+    shares = {1: (0.25,) * heads, 2: (0.5,) * (heads - 1) + (1.75 * heads - 0.5 * (heads - 1),)}
+
+    def read(**attention):
+        runner = make_runner(model, "rabitq", dense_layers=(0,), **attention)
+        runner.follow(replace(runner.plan, head_shares=shares))
+        return steps(runner, ids, 20)
+
+    found = read(budget=0.1)[:-1]
+    assert all(step.stats.budget == step.budgets[0] == pytest.approx(0.1) for step in found)
+    taken = {layer: sum(step.stats.sampled[layer] for step in found) for layer in (1, 2)}
+    assert 5 < taken[2] / taken[1] < 9
+    offloaded = sum(step.offloaded[0] for step in found)
+    assert sum(taken.values()) / offloaded == pytest.approx(0.1, rel=0.2)
+    moving = read(target_error=0.3)[0]
+    assert moving.budgets == [pytest.approx(0.02)]
+    assert moving.stats.sampled[2] < 3 * moving.stats.sampled[1]
+    every = read(budget=1.0)[0]
+    assert every.stats.sampled_ratio == 1.0
+    assert every.stats.error_estimate == 0.0
 
 
 def test_budgets_move_until_errors_are_below_the_target():

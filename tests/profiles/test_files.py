@@ -23,6 +23,7 @@ from magicpig_cli.profiles.schema import FIGURES
 TUNED = Profile(
     match=Match(device="cpu", cpu_model="AMD EPYC 7763 64-Core Processor", model="org/model"),
     tables=(TableSize(9, 110, sampled_ratio=0.031),), dense_layers=(0, 7),
+    head_shares={1: (0.25, 1.75), 12: (1.0, 1.0)},
     sources={"attention.tables[0]": "measured: tune-kl, 2026-11-30, context 32,768, pydoc_data.topics"},
 )  # fmt: skip
 

@@ -26,6 +26,7 @@ attention:
   tables:
     - {K: 8, L: 75, up_to: 16k, sampled_ratio: 0.05}
     - {K: 10, L: 150}
+  head_shares: {1: [0.5, 1.5], 16: [1, 2.25]}
   dense_layers: [0, 16]
   sink: 8
   local: 1k
@@ -37,6 +38,7 @@ sources: {"attention.tables[1]": "paper, table 3", attention.sink: "measured: he
     gib = 1 << 30
     assert profile.match == Match("gpu", "RTX 4090", 20 * gib, 1024 * gib, "EPYC", "a/b")
     assert profile.tables == (TableSize(8, 75, 16_384, 0.05), TableSize(10, 150))
+    assert profile.head_shares == {1: (0.5, 1.5), 16: (1.0, 2.25)}
     assert (profile.dense_layers, profile.sink, profile.local) == ((0, 16), 8, 1024)
     assert (profile.auto_lsh_from, profile.chunk, profile.threads, profile.max_batch) == (8192, 2048, 12, 32)
     assert (profile.host_reserve, profile.device_reserve) == (3 * gib // 2, gib // 2)
@@ -88,6 +90,13 @@ BAD = [
     ("attention: {tables: []}", "attention.tables is [], allowed are lists like", None),
     ("attention: {tables: {K: 9, L: 9}}", "attention.tables is {'K': 9, 'L': 9}, allowed are lists like", None),
     ("attention: {sampler: lhs}", "attention.sampler is 'lhs', allowed are lsh and rabitq and auto", None),
+    ("attention: {head_shares: [1, 2]}", "attention.head_shares is [1, 2], allowed are layers with as many", None),
+    ("attention: {head_shares: {1: 2}}", "attention.head_shares is {1: 2}, allowed are layers with as many", None),
+    ("attention: {head_shares: {1: []}}", "attention.head_shares is {1: []}, allowed are layers with as many", None),
+    ("attention: {head_shares: {a: [1]}}", "attention.head_shares is {'a': [1]}, allowed are layers with", None),
+    ("attention: {head_shares: {1: [0, 1]}}", "attention.head_shares is {1: [0, 1]}, allowed are layers with", None),
+    ("attention: {head_shares: {1: [101]}}", "attention.head_shares is {1: [101]}, allowed are layers with", None),
+    ("attention: {head_shares: {1: [1], 2: [1, 2]}}", "attention.head_shares is {1: [1], 2: [1, 2]}, allowed", None),
     ("attention: {dense_layers: 0}", "attention.dense_layers is 0, allowed are ascending lists", None),
     ("attention: {dense_layers: [16, 0]}", "attention.dense_layers is [16, 0], allowed are ascending lists", None),
     ("attention: {dense_layers: [0, 0]}", "attention.dense_layers is [0, 0], allowed are ascending lists", None),

@@ -83,7 +83,8 @@ def test_every_figure_is_written_and_has_a_source(profile):
     whole = to_document(profile)
     figured = [f"{section}.{key}" for section in ("attention", "run", "memory") for key in whole[section]]
     assert written == figured
-    assert set(FIGURES) - set(figured) == {f"attention.{key}" for key in ("budget", "bits", "tail", "target_error")}
+    defaults = ("budget", "bits", "tail", "target_error", "head_shares")
+    assert set(FIGURES) - set(figured) == {f"attention.{key}" for key in defaults}
     assert list(profile.sources) == [
         key if key != "attention.tables" else entry
         for key in figured

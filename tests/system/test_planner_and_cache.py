@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -298,6 +299,22 @@ def test_bytes_of_signatures(turns, kv_dtype, bits):
     fork = runner.fork(sequence)
     assert fork.index_bytes == chosen.index_bytes(900) - drawn()
     fork.release()
+
+
+def test_bytes_of_signatures_whose_heads_share_a_budget_unevenly():
+    """Each head has a draw of its own, kept once it has come twice."""
+    model = tiny_model("llama")
+    shape = shape_from_config(model.config)
+    even = plan(hardware.probe(), shape, Settings(attention=AttentionOptions(mode="rabitq"), threads=1))
+    shares = tuple(1 + (-0.5) ** head / 2 for head in range(shape.heads))
+    uneven = replace(even, head_shares=dict.fromkeys(even.sampled_layers, shares))
+    runner = ModelRunner(model, shape, uneven, torch.device("cpu"), hash_seed=0)
+    sequence = runner.new_sequence()
+    list(runner.prefill(sequence, torch.arange(1200).remainder(250).tolist()))
+    for _ in range(2):
+        runner.decode([sequence], [7])
+    assert sequence.index_bytes == uneven.index_bytes(sequence.length - 1)
+    assert uneven.index_bytes(1200) > even.index_bytes(1200)
 
 
 def signed_plan() -> Plan:

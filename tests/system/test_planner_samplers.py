@@ -9,7 +9,7 @@ import pytest
 from magicpig_cli.config import AUTO_SAMPLER, BUDGET_RANGE, AttentionOptions, Settings
 from magicpig_cli.errors import MemoryBudgetError, UsageError
 from magicpig_cli.planner import plan, predict
-from magicpig_cli.planner.quality import expected_signature_error, expected_table_error
+from magicpig_cli.planner.quality import budget_for, expected_signature_error, expected_table_error
 from magicpig_cli.profiles import BUILT_IN, TableSize
 from tests.conftest import STEADY_SPEEDS
 from tests.system.test_planner import DESKTOP, QWEN_7B
@@ -23,7 +23,7 @@ def chosen(profile=BUILT_IN, machine=MEASURED, **attention):
 
 
 def test_auto_samples_with_what_the_profile_says():
-    assert AUTO_SAMPLER == "rabitq"
+    assert AUTO_SAMPLER == "auto"
     assert chosen().sampler == "rabitq"
     assert chosen(replace(BUILT_IN, sampler="lsh")).sampler == "lsh"
     assert chosen(replace(BUILT_IN, sampler="rabitq"), mode="lsh").sampler == "lsh"
@@ -49,13 +49,18 @@ def test_options_of_one_sampler_choose_it(of_profile, options, sampler):
 
 
 def test_left_to_the_planner_it_is_the_more_accurate_one_unless_that_is_slow():
-    either = replace(BUILT_IN, sampler="auto")
+    either = BUILT_IN
     signatures, tables = chosen(mode="rabitq"), chosen(mode="lsh")
     assert signatures.expected_error < tables.expected_error
     assert chosen(either).sampler == "rabitq"
+    assert chosen(either, machine=DESKTOP).sampler == "rabitq"  # whose speeds are not known
+    assert any(line.startswith("sampler rabitq: the more accurate one") for line in chosen(either).reasons)
+    for one in ({"mode": "rabitq"}, {"budget": 0.01}, {"mode": "exact"}):  # nothing was chosen
+        assert not any(line.startswith("sampler ") for line in chosen(either, **one).reasons)
     slow = replace(MEASURED, speeds=replace(MEASURED.speeds, scan_ns=100.0))
     assert predict(chosen(machine=slow, mode="rabitq"), N).ms_per_token > 1.1 * predict(tables, N).ms_per_token
     assert chosen(either, machine=slow).sampler == "lsh"
+    assert any(line.startswith("sampler lsh: faster here") for line in chosen(either, machine=slow).reasons)
     assert chosen(replace(either, budget=0.003)).sampler == "lsh"  # so few keys err more than tables do
     room = signatures.weights_bytes + signatures.host_reserve + signatures.sequence_bytes(N)
     full = replace(MEASURED, memory_free=room)
@@ -63,6 +68,20 @@ def test_left_to_the_planner_it_is_the_more_accurate_one_unless_that_is_slow():
         chosen(machine=full, mode="lsh", K=10, L=150)
     assert caught.value.hint
     assert chosen(either, machine=full).sampler == "rabitq"
+
+
+def test_samplers_are_compared_at_the_same_error():
+    """Tables that are faster because they read less, and err more, are not taken."""
+    either = replace(BUILT_IN, tables=(TableSize(10, 150, sampled_ratio=0.01),))
+    few_reads = replace(MEASURED, speeds=replace(MEASURED.speeds, gather_bytes_s=1e8))
+    tables, signatures = (chosen(either, machine=few_reads, mode=mode) for mode in ("lsh", "rabitq"))
+    times = [predict(found, N).ms_per_token for found in (tables, signatures)]
+    assert times[1] > 1.1 * times[0]
+    enough = budget_for(tables.expected_error, 128)
+    assert expected_signature_error(enough, 128) == pytest.approx(tables.expected_error)
+    assert enough < signatures.budget
+    assert predict(replace(signatures, budget=enough), N).ms_per_token < 1.1 * times[0]
+    assert chosen(either, machine=few_reads).sampler == "rabitq"
 
 
 def test_what_is_expected_of_signatures():
@@ -110,6 +129,28 @@ def test_profiles_fill_in_what_was_not_asked():
     assert (found.budget, found.bits, found.tail_of("rabitq"), found.target_error) == (0.03, 256, 0.1, 0.2)
     assert any(line.startswith("bits 256: as asked") for line in found.reasons)
     assert any(line.startswith("tail 0.1: profile built-in") for line in found.reasons)
+
+
+def test_heads_share_the_budget_as_a_profile_of_their_model_says():
+    even = dict.fromkeys(range(1, 4), (1.0,) * QWEN_7B.heads)
+    shares = even | {2: (0.5,) * (QWEN_7B.heads - 1) + (4.0,)}
+    found = chosen(replace(BUILT_IN, name="mine", head_shares=shares), mode="rabitq", budget=0.03)
+    assert found.head_shares == shares
+    assert found.sampled_ratio == found.budget == 0.03  # on average over all heads
+    assert "head shares: profile mine, a query head reads 0.5 to 4 times the budget" in found.reasons
+    assert chosen(mode="rabitq").head_shares == {}
+    assert not any("head shares" in line for line in chosen(mode="rabitq").reasons)
+
+
+@pytest.mark.parametrize(
+    "shares", [{1: (1.0,) * (QWEN_7B.heads - 1)}, {QWEN_7B.layers: (1.0,) * QWEN_7B.heads}], ids=["heads", "layers"]
+)
+def test_head_shares_of_another_model_are_not_used(shares):
+    found = chosen(replace(BUILT_IN, name="other", head_shares=shares), mode="rabitq")
+    assert found.head_shares == {}
+    assert any(
+        line.startswith("head shares: not those of profile other, which are of a model") for line in found.reasons
+    )
 
 
 @pytest.mark.parametrize(

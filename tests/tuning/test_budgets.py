@@ -22,7 +22,7 @@ LAYERS = {
 
 def make_search(engine, goal: Goal) -> BudgetSearch:
     cost = CostModel(STEADY_SPEEDS, 2, 2, 64, 256, 1000, 1.0, 0.1)
-    return BudgetSearch(engine.plan, CONTEXT, goal, LAYERS, cost)
+    return BudgetSearch(engine.plan, CONTEXT, goal, LAYERS, {}, cost)
 
 
 def measured(error: float) -> dict[int, LayerQuality]:

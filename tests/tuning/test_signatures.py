@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from magicpig_cli.tuning.signatures import error_and_ratio, measure_signatures
+from magicpig_cli.attention.shares import head_shares
+from magicpig_cli.tuning.signatures import error_and_ratio, measure_signatures, squared_errors
 from magicpig_cli.tuning.steps import signing_plan
 from magicpig_cli.tuning.verify import LayerQuality, Replay
 from tests import tolerances
@@ -16,8 +17,8 @@ from tests import tolerances
 TAIL = 0.25
 
 
-def replayed(engine, captured, budget: float, bits: int, seed: int, layer: int) -> LayerQuality:
-    plan = replace(signing_plan(engine.plan, budget), bits=bits, tail=TAIL)
+def replayed(engine, captured, budget: float, bits: int, seed: int, layer: int, shares=None) -> LayerQuality:
+    plan = replace(signing_plan(engine.plan, budget, shares), bits=bits, tail=TAIL)
     return dict(Replay(captured, engine.plan, torch.device("cpu"), seed).run([layer], plan))[layer]
 
 
@@ -33,6 +34,27 @@ def test_ratio_and_error_are_as_predicted(engine, captured, layer, bits):
         assert np.mean([run.ratio for run in runs]) == pytest.approx(ratio, rel=2 * tolerances.SAMPLED_RATIO)
         factors.append(np.sqrt(np.mean([run.squares.mean() for run in runs])) / error)
     assert 0.7 < min(factors) <= max(factors) < 1.6
+
+
+def test_heads_are_predicted_at_their_shares(engine, captured):
+    """A layer alone, so its shares have a mean of 1. Over 8 rotations, as above."""
+    layer = captured.layer(1)
+    squares = squared_errors(captured, layer, 128, TAIL, 0.1)
+    assert squares.shape == (engine.shape.heads,)
+    even = measure_signatures(captured, layer, 128, TAIL, [0.1])
+    assert squares.mean() == pytest.approx(even[0.1].error ** 2)
+    uneven = {1: tuple(np.linspace(0.4, 1.6, engine.shape.heads).tolist())}
+    for shares in (head_shares({1: squares}), uneven):
+        predicted = measure_signatures(captured, layer, 128, TAIL, [0.1], shares[1])
+        error, ratio = error_and_ratio([predicted], 0.1)
+        runs = [replayed(engine, captured, 0.1, 128, 100 * n, 1, shares) for n in range(8)]
+        assert np.mean([run.ratio for run in runs]) == pytest.approx(ratio, rel=2 * tolerances.SAMPLED_RATIO)
+        assert 0.7 < np.sqrt(np.mean([run.squares.mean() for run in runs])) / error < 1.6
+    best, worse = (
+        measure_signatures(captured, layer, 128, TAIL, [0.1], shares[1])[0.1].error
+        for shares in (head_shares({1: squares}), uneven)
+    )
+    assert best <= even[0.1].error < worse or best < worse
 
 
 def test_everything_sampled_has_no_error(captured):

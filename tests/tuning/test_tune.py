@@ -199,6 +199,9 @@ def test_the_profile_plans_what_was_chosen(engine):
     planned = plan(machine, engine.shape, engine.settings, found)
     assert planned.auto_sampler == ("lsh" if tuned.chosen in tuned.verified else "rabitq")
     assert planned.dense_layers == tuned.chosen.dense_layers
+    assert planned.head_shares == tuned.budgets[0].head_shares
+    assert list(planned.head_shares) == [1, 2]
+    assert "tune-kl" in found.sources["attention.head_shares"]
     assert (planned.K, planned.L, planned.budget) == (*tuned.verified[0].size, tuned.budgets[0].budget)
     chosen, why = profiles.choose(machine, False, model_name=engine.model_name)
     assert chosen.name == "mine", why
@@ -209,7 +212,7 @@ def candidates(engine, goal: Goal, *, tables_error: float, budget_error: float):
     tuned, _ = run(engine, Goal(error=0.2, ratio=None), parse_grid("K=6,L=40"))
     layers = {1: {0.01: SignatureQuality(1, 100, 0.01, 1)}}
     search = Search(engine.plan, CONTEXT, goal, {}, None)
-    trial = Trial(engine, None, search, BudgetSearch(engine.plan, CONTEXT, goal, layers, None))
+    trial = Trial(engine, None, search, BudgetSearch(engine.plan, CONTEXT, goal, layers, {}, None))
     tables = replace(tuned.verified[0], expected_error=tables_error, ratio=0.05)
     budget = replace(tuned.budgets[0], expected_error=budget_error, ratio=0.02)
     return trial, tables, budget
