@@ -15,7 +15,7 @@ from magicpig_cli.kernels.attend import Attended, Run, Sampled, SampledRows, exa
 from magicpig_cli.kernels.block import Activation, Block, Norm, block_inputs, block_output
 from magicpig_cli.kernels.hashing import Projection, hash_queries, hash_rows
 from magicpig_cli.kernels.probe import read_rows, read_sequential
-from magicpig_cli.kernels.product import Weights, multiply
+from magicpig_cli.kernels.product import INT4_GROUP, Weights, WeightType, multiply, widen_int4
 from magicpig_cli.kernels.rabitq import rabitq_attend, rabitq_sample, rabitq_scores
 from magicpig_cli.kernels.rows import NUMPY_TYPE, RowTable, RowType, row_bytes, row_width, widen, window_type
 from magicpig_cli.kernels.segment import (
@@ -40,6 +40,7 @@ from magicpig_cli.kernels.signature_shape import (
 )
 
 __all__ = [
+    "INT4_GROUP",
     "MAX_SEGMENT_ROWS",
     "MAX_SIGNATURE_BITS",
     "MAX_TAIL_ROWS",
@@ -63,6 +64,7 @@ __all__ = [
     "SignatureBlock",
     "SignedRows",
     "Tail",
+    "WeightType",
     "Weights",
     "block_inputs",
     "block_output",
@@ -88,5 +90,6 @@ __all__ = [
     "truncate_segment",
     "want_signature_bits",
     "widen",
+    "widen_int4",
     "window_type",
 ]
