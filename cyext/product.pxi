@@ -68,34 +68,54 @@ cdef void _product_item(const void* work, int64_t item, int worker) noexcept nog
         m = m + count
 
 
-# 4-bit weights as float32: simd/int4.h. Items are rows, about the same number of bytes each.
+# Float32 weights to 4-bit ones and back: simd/int4.h. Items are rows, about the same number of bytes each.
 
 
-cdef struct WidenJob:
-    const uint8_t* codes      # [N][K/2]
-    const uint16_t* factors   # [N][K/32][2]
+cdef struct Int4Job:
+    float* values             # [N][K]
+    uint8_t* codes            # [N][K/2]
+    uint16_t* factors         # [N][K/32][2]
     int64_t N, K
     int64_t rows              # of an item
-    float* out                # [N][K]
+
+
+def round_int4(const float[:, ::1] values, uint8_t[:, ::1] codes, factors, int threads):
+    """Codes [N, K/2] and factors float16 [N, K/32, 2] of values [N, K]."""
+    cdef uint16_t[:, :, ::1] bits = factors.view(np.uint16)
+    cdef Int4Job job
+    job.N, job.K = values.shape[0], values.shape[1]
+    if job.N:
+        job.values, job.codes, job.factors = <float*>&values[0, 0], &codes[0, 0], &bits[0, 0, 0]
+        _int4_run(&job, threads, _round_item)
 
 
 def widen_int4(const uint8_t[:, ::1] codes, factors, float[:, ::1] out, int threads):
     """out [N, K] = minimum + scale·code, for codes [N, K/2] and factors float16 [N, K/32, 2]."""
     cdef const uint16_t[:, :, ::1] bits = factors.view(np.uint16)
-    cdef WidenJob job
+    cdef Int4Job job
     job.N, job.K = out.shape[0], out.shape[1]
-    if job.N == 0:
-        return
-    job.codes, job.factors, job.out = &codes[0, 0], &bits[0, 0, 0], &out[0, 0]
+    if job.N:
+        job.values, job.codes, job.factors = &out[0, 0], <uint8_t*>&codes[0, 0], <uint16_t*>&bits[0, 0, 0]
+        _int4_run(&job, threads, _widen_item)
+
+
+cdef void _int4_run(Int4Job* job, int threads, crew_work work) noexcept:
     job.rows = max(<int64_t>1, PRODUCT_BYTES // (4 * job.K))
-    cdef int64_t items = (job.N + job.rows - 1) // job.rows
     with nogil:
-        crew_run(threads, 4.0 * job.N * job.K * NS_PER_BYTE, items, _widen_item, &job)
+        crew_run(threads, 4.0 * job.N * job.K * NS_PER_BYTE, (job.N + job.rows - 1) // job.rows, work, job)
+
+
+cdef void _round_item(const void* work, int64_t item, int worker) noexcept nogil:
+    cdef const Int4Job* job = <const Int4Job*>work
+    cdef int64_t r
+    for r in range(item * job.rows, min(item * job.rows + job.rows, job.N)):
+        int4_round(job.values + r * job.K, job.K, job.codes + r * int4_code_bytes(job.K),
+                   job.factors + r * int4_factors(job.K))
 
 
 cdef void _widen_item(const void* work, int64_t item, int worker) noexcept nogil:
-    cdef const WidenJob* job = <const WidenJob*>work
+    cdef const Int4Job* job = <const Int4Job*>work
     cdef int64_t r
     for r in range(item * job.rows, min(item * job.rows + job.rows, job.N)):
         int4_widen(job.codes + r * int4_code_bytes(job.K), job.factors + r * int4_factors(job.K), job.K,
-                   job.out + r * job.K)
+                   job.values + r * job.K)

@@ -15,6 +15,9 @@
 #define GROUP 32       /* values with a scale */
 #define GROUP_BYTES 16 /* of their codes */
 #define GROUP_FACTORS 2
+#define STEPS 15       /* from the smallest code to the largest */
+#define ON_GRID 0.05f  /* steps that a value may be off: float32, and bfloat16 up to 12 steps from zero, are within */
+#define SHIFT 12582912.0f /* 1.5·2^23: added to a float, it leaves the nearest integer in the lowest bits */
 #define SMALLEST 0x1p-100f /* a group of a vector that stays below is zero */
 
 /* Four groups of a vector, the last with zeros for those that K does not have. */
@@ -24,6 +27,12 @@ typedef struct {
 } __attribute__((aligned(64))) int4_quad_t;
 
 static inline int64_t quads(int64_t K) { return (K / GROUP + 3) / 4; }
+
+static inline int32_t shifted_integer(float shifted) {
+    int32_t bits;
+    memcpy(&bits, &shifted, 4);
+    return bits - 0x4b400000;
+}
 
 /* 32 values as integers from −127 to 127 and factors. What is no number or infinite makes both factors NaN. */
 static inline void round_group(const float *x, int8_t *integers, float *factors) {
@@ -38,11 +47,9 @@ static inline void round_group(const float *x, int8_t *integers, float *factors)
     const float inverse = 127 / top;
     int32_t sum = 0;
     for (int i = 0; i < GROUP; i++) {
-        const float shifted = x[i] * inverse + 12582912.0f; /* 1.5·2^23: the integer is in the lowest bits */
-        int32_t bits;
-        memcpy(&bits, &shifted, 4);
-        integers[i] = (int8_t)(bits - 0x4b400000);
-        sum += bits - 0x4b400000;
+        const int32_t integer = shifted_integer(x[i] * inverse + SHIFT);
+        integers[i] = (int8_t)integer;
+        sum += integer;
     }
     factors[0] = top / 127, factors[1] = factors[0] * (float)sum;
 }
@@ -83,7 +90,73 @@ static INLINE void int4_row(const uint8_t *codes, const uint16_t *factors, int64
 static OUTLINE void int4_widen(const uint8_t *codes, const uint16_t *factors, int64_t K, float *out) {
     for (int64_t g = 0; g < K / GROUP; g++, codes += GROUP_BYTES, out += GROUP) {
         const float scale = half_to_float(factors[2 * g]), minimum = half_to_float(factors[2 * g + 1]);
-        for (int i = 0; i < GROUP_BYTES; i++) out[i] = scale * (float)(codes[i] & 15) + minimum;
-        for (int i = 0; i < GROUP_BYTES; i++) out[GROUP_BYTES + i] = scale * (float)(codes[i] >> 4) + minimum;
+        uint8_t both[GROUP_BYTES]; /* a copy, which `out` cannot be the same memory as: that makes vectors of the loops */
+        memcpy(both, codes, GROUP_BYTES);
+        for (int i = 0; i < GROUP_BYTES; i++) out[i] = scale * (float)(both[i] & 15) + minimum;
+        for (int i = 0; i < GROUP_BYTES; i++) out[GROUP_BYTES + i] = scale * (float)(both[i] >> 4) + minimum;
     }
+}
+
+/* To the nearest float16, halves to even, as bits. */
+static inline uint16_t half_from_float(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    const uint32_t sign = bits >> 16 & 0x8000u;
+    bits &= 0x7fffffffu;
+    if (bits > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);  /* not a number */
+    if (bits >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* from 65,520 on */
+    if (bits < 0x38800000u) { /* below 2^-14 a number is so many 2^-24, which are the steps of floats from 0.5 on */
+        memcpy(&value, &bits, 4);
+        value += 0.5f;
+        memcpy(&bits, &value, 4);
+        return (uint16_t)(sign | (bits - 0x3f000000u));
+    }
+    return (uint16_t)(sign | (bits + 0xfffu + (bits >> 13 & 1) - 0x38000000u) >> 13);
+}
+
+/* How many steps of the grid on which 32 values lie the distance from the lowest to the highest is. What was 4 bits
+ * before, read as floats, need not have the codes at the ends. 15 where there is no such grid: most weights are found
+ * to lie on none by their first value or two. */
+static inline float int4_steps(const float *x, float low, float range) {
+    for (int steps = STEPS; steps > 0; steps--) {
+        const float inverse = (float)steps / range;
+        int i = 0;
+        for (; i < GROUP; i++) {
+            const float at = (x[i] - low) * inverse;
+            if (!(fabsf(at - (at + SHIFT - SHIFT)) < ON_GRID)) break;
+        }
+        if (i == GROUP) return (float)steps;
+    }
+    return STEPS;
+}
+
+/* 32 weights → 16 bytes of codes, and the float16 that the codes are chosen for. */
+static inline void int4_round_group(const float *x, uint8_t *codes, uint16_t *factors) {
+    int32_t low = INT32_MAX, high = INT32_MIN; /* bits whose order is that of the floats */
+    for (int i = 0; i < GROUP; i++) {
+        int32_t bits;
+        memcpy(&bits, x + i, 4);
+        bits ^= bits >> 31 & 0x7fffffff;
+        low = bits < low ? bits : low;
+        high = bits > high ? bits : high;
+    }
+    low ^= low >> 31 & 0x7fffffff, high ^= high >> 31 & 0x7fffffff;
+    float smallest, largest;
+    memcpy(&smallest, &low, 4), memcpy(&largest, &high, 4);
+    const float range = largest - smallest;
+    factors[0] = half_from_float(range / int4_steps(x, smallest, range)), factors[1] = half_from_float(smallest);
+    const float scale = half_to_float(factors[0]), minimum = half_to_float(factors[1]);
+    const float inverse = scale > 0 ? 1 / scale : 0;
+    uint8_t four[GROUP];
+    for (int i = 0; i < GROUP; i++) {
+        const int32_t code = shifted_integer((x[i] - minimum) * inverse + SHIFT);
+        four[i] = (uint8_t)(code < 0 ? 0 : code > STEPS ? STEPS : code);
+    }
+    for (int i = 0; i < GROUP_BYTES; i++) codes[i] = (uint8_t)(four[i] | four[GROUP_BYTES + i] << 4);
+}
+
+/* A row of weights [K] as int4. */
+static OUTLINE void int4_round(const float *x, int64_t K, uint8_t *codes, uint16_t *factors) {
+    for (int64_t g = 0; g < K / GROUP; g++)
+        int4_round_group(x + g * GROUP, codes + g * GROUP_BYTES, factors + g * GROUP_FACTORS);
 }

@@ -15,7 +15,7 @@ from magicpig_cli.kernels.attend import Attended, Run, Sampled, SampledRows, exa
 from magicpig_cli.kernels.block import Activation, Block, Norm, block_inputs, block_output
 from magicpig_cli.kernels.hashing import Projection, hash_queries, hash_rows
 from magicpig_cli.kernels.probe import read_rows, read_sequential
-from magicpig_cli.kernels.product import INT4_GROUP, Weights, WeightType, multiply, widen_int4
+from magicpig_cli.kernels.product import INT4_GROUP, Weights, WeightType, multiply, round_int4, widen_int4
 from magicpig_cli.kernels.rabitq import rabitq_attend, rabitq_sample, rabitq_scores
 from magicpig_cli.kernels.rows import NUMPY_TYPE, RowTable, RowType, row_bytes, row_width, widen, window_type
 from magicpig_cli.kernels.segment import (
@@ -83,6 +83,7 @@ __all__ = [
     "read_rows",
     "read_sequential",
     "rotation_share",
+    "round_int4",
     "row_bytes",
     "row_width",
     "segment_codes",

@@ -54,9 +54,14 @@ class Weights:
         for weight, scale in zip(weights, scales, strict=True):
             want_int4(weight, scale, self.inner)
 
+    @property
+    def is_int4(self) -> bool:
+        """Whether vectors are rounded before they are multiplied."""
+        return self.type == _NATIVE_INT4
+
     def read(self, i: int) -> np.ndarray:
         """Weight i as float32 [N, K], a copy unless it is float32."""
-        if self.type == _NATIVE_INT4:
+        if self.is_int4:
             values = np.empty((self.outer[i], self.inner), dtype=np.float32)
             reference.widen_int4(self.weights[i], self.scales[i], values, 1)
             return values
@@ -85,6 +90,19 @@ def want_int4(codes: np.ndarray, factors: np.ndarray, K: int) -> None:
         raise ValueError(f"K: want a multiple of {INT4_GROUP} for int4, got {K}")
     want_array("weight", codes, np.uint8, "N, K/2", (None, K // 2))
     want_array("scale", factors, np.float16, "N, K/32, 2", (codes.shape[0], K // INT4_GROUP, 2))
+
+
+def round_int4(values: np.ndarray, codes: np.ndarray, factors: np.ndarray, *, threads: int) -> None:
+    """Write int4 weights (`Weights`) of float32 values [N, K] to codes [N, K/2] and factors [N, K/32, 2].
+
+    The minimum of a group is its smallest value, and 15 steps reach the largest; but values that lie on a grid of
+    fewer steps, as those of 4-bit formats without a minimum do, keep that grid. Scale and minimum are rounded to
+    float16 before codes are chosen. Numbers beyond float16 (65,504) are not for int4: they become infinite.
+    """
+    want_array("values", values, np.float32, "N, K", (codes.shape[0], None))
+    want_int4(codes, factors, values.shape[1])
+    want_int("threads", threads, 1)
+    isa.backend().round_int4(values, codes, factors, threads)
 
 
 def widen_int4(codes: np.ndarray, factors: np.ndarray, out: np.ndarray, *, threads: int) -> None:

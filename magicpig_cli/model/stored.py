@@ -1,9 +1,9 @@
-"""Linear weights on a CPU, each held once, in 4, 2 or 1 bytes per value, and multiplied by phase.
+"""Linear weights on a CPU, each held once, in 4, 2, 1 or 5/8 bytes per value, and multiplied by phase.
 
 Decode is bound by reading weights, so it multiplies the stored type itself, by our kernels, which sum in float32.
 Prefill is bound by arithmetic, so it multiplies float32 by torch: each block of rows is cast into one buffer that all
 layers share. The phase decides, never the number of rows: a batch neighbour must not change the kernel that a sequence
-sees (DESIGN.md, "Determinism contract"). Measured in docs/decisions/005. Which layers are held so: `linear.py`.
+sees (DESIGN.md, "Determinism contract"). Measured in docs/decisions/005 and 020. Which layers are held so: `linear.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from torch import nn
 from magicpig_cli import kernels
 from magicpig_cli.cache.store import as_array
 
-Form = Literal["float32", "bfloat16", "int8"]
+Form = Literal["float32", "bfloat16", "int8", "int4"]
 
-_FORM: dict[torch.dtype, Form] = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
+_FORM: dict[torch.dtype, Form] = {
+    torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8", torch.uint8: "int4",
+}  # fmt: skip
 BUFFER_VALUES = 1 << 22  # float32 values that prefill casts at a time: 16 MiB
 
 
@@ -34,12 +36,16 @@ class Products:
         self._input: torch.Tensor | None = None  # of the last layer in decode; kept, so that no other tensor is it
         self._waiting: dict[StoredLinear, torch.Tensor] = {}  # its products that nobody has taken yet
 
-    def as_float32(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight [n, K] as float32, valid until the next call."""
-        size = weight.numel()
+    def as_float32(self, weight: torch.Tensor, scale: torch.Tensor | None, inner: int) -> torch.Tensor:
+        """A weight [n, K = inner] as float32, int8 without its scale; valid until the next call."""
+        size = len(weight) * inner
         if self._buffer is None or len(self._buffer) < size:
             self._buffer = torch.empty(max(size, BUFFER_VALUES))
-        return self._buffer[:size].view(weight.shape).copy_(weight)
+        room = self._buffer[:size].view(-1, inner)
+        if weight.dtype != torch.uint8 or scale is None:
+            return room.copy_(weight)
+        kernels.widen_int4(as_array(weight), as_array(scale), as_array(room), threads=torch.get_num_threads())
+        return room
 
     def few(self, layer: StoredLinear, x: torch.Tensor) -> torch.Tensor:
         """x·Wᵀ [M, N] for x [..., K], multiplied in one call with what goes to the layer's companions."""
@@ -58,7 +64,8 @@ class Products:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A weight [N, K]: as it is (scale None), or int8 with scale bfloat16 [N]; value = integer · scale of its row."""
+    """A weight [N, K]: as it is (scale None), int8 with scale bfloat16 [N], value = integer · scale of its row, or int4,
+    codes uint8 [N, K/2] with scale and minimum of each group of 32, float16 [N, K/32, 2] (`kernels.Weights`)."""
 
     weight: nn.Parameter
     scale: torch.Tensor | None
@@ -71,14 +78,17 @@ class Stored:
 def stored(weight: torch.Tensor, form: Form) -> Stored:
     """Round a float weight [N, K] to `form`, or hold the same memory where it has that type.
 
-    int8: symmetric per row, through a float32 copy of few rows at a time.
+    int8: symmetric per row, through a float32 copy of few rows at a time, int4 as well. What int4 cannot take, K that
+    is no multiple of 32 or numbers beyond float16, becomes int8.
     """
-    if form != "int8":
+    if form == "int4" and _fits_int4(weight):
+        return _stored_int4(weight)
+    if form not in ("int8", "int4"):
         kept = weight.to(getattr(torch, form)).contiguous()
         return Stored(kept if isinstance(kept, nn.Parameter) else nn.Parameter(kept, requires_grad=False), None)
     integers = torch.empty(weight.shape, dtype=torch.int8)
     scale = torch.empty(weight.shape[0], dtype=torch.bfloat16)
-    for rows in _blocks(weight):
+    for rows in _blocks(*weight.shape):
         values = weight[rows].detach().float()
         # The scale is rounded first, because it is held as bfloat16: then it adds no error of its own.
         scale[rows] = (values.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
@@ -86,10 +96,29 @@ def stored(weight: torch.Tensor, form: Form) -> Stored:
     return Stored(nn.Parameter(integers, requires_grad=False), scale)
 
 
-def _blocks(weight: torch.Tensor) -> list[slice]:
+def _fits_int4(weight: torch.Tensor) -> bool:
+    """Whether a weight [N, K] is made of whole groups and of numbers that float16 has."""
+    if weight.shape[1] % kernels.INT4_GROUP or not weight.numel():
+        return False
+    smallest, largest = torch.aminmax(weight.detach())
+    bound = torch.finfo(torch.float16).max
+    return bool(smallest >= -bound) and bool(largest <= bound)  # neither is true of what is no number
+
+
+def _stored_int4(weight: torch.Tensor) -> Stored:
+    count, inner = weight.shape
+    codes = torch.empty(count, inner // 2, dtype=torch.uint8)
+    factors = torch.empty(count, inner // kernels.INT4_GROUP, 2, dtype=torch.float16)
+    for rows in _blocks(count, inner):
+        values = as_array(weight[rows].detach().float().contiguous())
+        kernels.round_int4(values, as_array(codes[rows]), as_array(factors[rows]), threads=torch.get_num_threads())
+    return Stored(nn.Parameter(codes, requires_grad=False), factors)
+
+
+def _blocks(count: int, inner: int) -> list[slice]:
     """Rows of [N, K] in steps of at most BUFFER_VALUES values."""
-    step = max(1, BUFFER_VALUES // weight.shape[1])
-    return [slice(start, start + step) for start in range(0, weight.shape[0], step)]
+    step = max(1, BUFFER_VALUES // inner)
+    return [slice(start, start + step) for start in range(0, count, step)]
 
 
 class Holder(nn.Module):
@@ -138,9 +167,10 @@ class StoredLinear(Holder):
         if self.weight.dtype == torch.float32:
             return nn.functional.linear(x, self.weight)
         out = x.new_empty(x.shape[0], self.weight.shape[0])
-        for rows in _blocks(self.weight):
-            torch.mm(x, self._products.as_float32(self.weight[rows]).t(), out=out[:, rows])
-        return out if self.scale is None else out.mul_(self.scale)
+        for rows in _blocks(len(self.weight), x.shape[1]):
+            scale = None if self.scale is None else self.scale[rows]
+            torch.mm(x, self._products.as_float32(self.weight[rows], scale, x.shape[1]).t(), out=out[:, rows])
+        return out if self.scale is None or self.weight.dtype != torch.int8 else out.mul_(self.scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 
 def term_sizes(x: np.ndarray, weights: kernels.Weights, i: int) -> np.ndarray:
-    """Σ of the sizes of what is added up for each product [M, N]: of codes and minima apart, which cancel each other."""
+    """Σ of sizes of what is added up for each product [M, N]: of codes and minima apart, which cancel each other."""
     scale, minimum = weights.scales[i].astype(np.float64).transpose(2, 0, 1)
     codes = (weights.read(i).reshape(*scale.shape, GROUP) - minimum[..., None]).reshape(len(scale), -1)
     sums = np.abs(x.reshape(len(x), x.shape[1] // GROUP, GROUP).sum(axis=2))

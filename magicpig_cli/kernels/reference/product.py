@@ -14,7 +14,7 @@ _SMALLEST = np.float32(2.0**-100)  # a group of a vector that stays below is zer
 
 def multiply(x: np.ndarray, weights: Weights, threads: int) -> np.ndarray:
     """float32 [Σ M·N]: x float32 [M, K] times each weight, one [M, N] after the other."""
-    if weights.weights[0].dtype == np.uint8:
+    if weights.is_int4:
         rounded = [round_groups(row) for row in x]
         pairs = zip(weights.weights, weights.scales, strict=True)
         small = [_multiply_int4(*row, *pair) for pair in pairs for row in rounded]
@@ -63,6 +63,32 @@ def _codes(packed: np.ndarray) -> np.ndarray:
     """uint8 [N, K/32, 32] of codes as they are held, [N, K/2]."""
     halves = packed.reshape(len(packed), packed.shape[1] // 16, 16)
     return np.concatenate([halves & 15, halves >> 4], axis=2)
+
+
+def round_int4(values: np.ndarray, codes: np.ndarray, factors: np.ndarray, threads: int) -> None:
+    """Codes [N, K/2] and factors [N, K/32, 2] of float32 [N, K]."""
+    groups = values.reshape(-1, 32)
+    smallest, largest = groups.min(axis=1), groups.max(axis=1)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        steps = _steps(groups - smallest[:, None], largest - smallest)
+        pairs = np.stack([(largest - smallest) / steps, smallest], axis=1).astype(np.float16)
+        scale, minimum = pairs.astype(np.float32).T
+        inverse = np.where(scale > 0, np.float32(1) / scale, np.float32(0))
+        found = np.rint((groups - minimum[:, None]) * inverse[:, None]).clip(0, 15)
+    halves = np.nan_to_num(found).astype(np.uint8).reshape(-1, 2, 16)
+    codes[:] = (halves[:, 0] | halves[:, 1] << 4).reshape(codes.shape)
+    factors[:] = pairs.reshape(factors.shape)
+
+
+def _steps(above: np.ndarray, span: np.ndarray) -> np.ndarray:
+    """float32 [n]: how many steps of the grid on which values [n, 32] above the smallest lie their span [n] is."""
+    found, open_ = np.full(len(span), np.float32(15)), np.ones(len(span), dtype=bool)
+    for steps in range(15, 0, -1):
+        at = above * (np.float32(steps) / span)[:, None]
+        fits = open_ & (np.abs(at - np.rint(at)) < np.float32(0.05)).all(axis=1)
+        found[fits] = steps
+        open_ &= ~fits
+    return found
 
 
 def widen_int4(codes: np.ndarray, factors: np.ndarray, out: np.ndarray, threads: int) -> None:
