@@ -44,7 +44,9 @@ ROW_BYTES = kernels.row_bytes(HEAD_DIM, "bfloat16")
 ROW_GAP = 20  # from one row to the next on average: the union of a group at 2% per query head (EVIDENCE.md section 1)
 WIDTH = 4096  # of the weight matrices
 PROMPT_ROWS, PROMPT_OUTPUTS = 256, 512  # tokens of a chunk, and columns of what they are multiplied with
-BYTE = 0x3F  # that the buffer is full of: 0.75 as bfloat16 or float32, 63 as int8, 1.8 as float16; nothing that arithmetic is slow on
+# That the buffer is full of: 0.75 as bfloat16 or float32, 63 as int8, 1.8 as float16; nothing that arithmetic is slow
+# on.
+BYTE = 0x3F
 
 Probe = Callable[[int], float]  # number of the round → its figure
 

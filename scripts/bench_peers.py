@@ -28,7 +28,8 @@ from magicpig_cli.units import format_tokens, parse_token_list
 
 # From the largest to the smallest; the last is the nearest to llama.cpp's 4 bits and gives `ratio`.
 WEIGHTS: dict[str, dict[str, Any]] = {
-    "f32": {"dtype": "float32"}, "bf16": {"dtype": "bfloat16"}, "int8": {"quantize": "int8"}, "int4": {"quantize": "int4"},
+    "f32": {"dtype": "float32"}, "bf16": {"dtype": "bfloat16"}, "int8": {"quantize": "int8"},
+    "int4": {"quantize": "int4"},
 }  # fmt: skip
 _POINTS = (1024, 2048, 4096, 6144, 8192)  # where llama.cpp's line is measured
 

@@ -64,8 +64,8 @@ class Products:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A weight [N, K]: as it is (scale None), int8 with scale bfloat16 [N], value = integer · scale of its row, or int4,
-    codes uint8 [N, K/2] with scale and minimum of each group of 32, float16 [N, K/32, 2] (`kernels.Weights`)."""
+    """A weight [N, K]: as it is (scale None), or int8 with scale bfloat16 [N], value = integer · scale of its row, or
+    int4, uint8 [N, K/2] with scale and minimum of each group of 32, float16 [N, K/32, 2] (`kernels.Weights`)."""
 
     weight: nn.Parameter
     scale: torch.Tensor | None

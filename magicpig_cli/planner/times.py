@@ -171,9 +171,10 @@ def _products(plan: Plan, rates: Rates, batch: int) -> Iterator[Term]:
         )  # fmt: skip
     if experts:
         own, factor = experts * WEIGHT_BYTES["float32"], _batch_factor(EXPERT_COST, batch * shape.experts_used)
+        rate = rates.products["float32"]
         yield Term(
-            "other", min(EXPERT_MOST, factor) * own / rates.products["float32"],
-            f"{min(EXPERT_MOST, factor):.2f} × {own:,.0f} B of experts / {rates.products["float32"] / 1e9:.1f} GB/s",
+            "other", min(EXPERT_MOST, factor) * own / rate,
+            f"{min(EXPERT_MOST, factor):.2f} × {own:,.0f} B of experts / {rate / 1e9:.1f} GB/s",
         )  # fmt: skip
 
 

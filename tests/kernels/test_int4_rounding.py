@@ -142,7 +142,7 @@ def test_groups_of_one_value_keep_it(isa, value):
 
 
 def test_minima_are_rounded_to_the_nearest_float16(isa):
-    """Halves to even, small numbers and infinity included: all there are between two float16, in groups of one value."""
+    """Halves to even, small numbers and infinity included: what lies between two float16, in groups of one value."""
     halves = np.arange(0x7C01, dtype=np.uint16).view(np.float16).astype(np.float64)
     halves[-1] = 65536.0  # where float16 would go on
     middle = (halves[:-1] + halves[1:]) / 2

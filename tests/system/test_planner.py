@@ -291,6 +291,19 @@ def test_experts_of_a_mixture_stay_float32():
     )
 
 
+def test_bytes_of_int4_on_a_cpu():
+    """Rows that are no whole groups, embedding and output layer stay int8: each row with a scale of 2 bytes."""
+    shape = replace(LLAMA_8B, int4_params=6_000_000_000, int4_rows=1_000_000, int8_extra_bytes=5_000_000)
+    chosen = plan(DESKTOP, shape, settings(quantize="int4"))
+    assert chosen.weight_type == "int4"
+    assert chosen.weights_bytes == 6_000_000_000 * 5 // 8 + 2_030_261_248 + 5_000_000 - 2 * 1_000_000
+    assert reserved_host(chosen, 1)[0].formula == (
+        "6,000,000,000 values as int4 + 2,030,261,248 values as int8 + "
+        "3,000,000 B of scales and of what int8 cannot take"
+    )
+    assert "weights int4: as asked, embedding and output layer int8; multiplied as such" in " ".join(chosen.reasons)
+
+
 ON_GPU = replace(DESKTOP, gpus=(Gpu(0, "Some GPU", 24 * GIB, 23 * GIB),))
 LINEAR, ROWS = 6_979_321_856, 1_376_256  # of Llama-3.1-8B: weights of linear layers, and their output rows
 LLAMA_SIZES = replace(LLAMA_8B, linear_params=LINEAR, linear_rows=ROWS, dtype="bfloat16")
