@@ -169,7 +169,7 @@ def _same(step: _Step, call: _Call) -> bool:
         return False
     wanted = call.attended.q, call.attended.k, call.attended.v
     pairs = [*zip(given, wanted, strict=True), (out - call.x, call.out - call.x)]
-    bound = _SAME_INT4 if step.block.qkv.is_int4 else _SAME
+    bound = _SAME_INT4 if step.block.rounds_vectors else _SAME
     return all(close(a, b, bound) for a, b in pairs)
 
 

@@ -87,8 +87,6 @@ def _options(hardware: Hardware, shape: ModelShape, settings: Settings) -> Itera
         yield "-K 8 -L 75", lambda s: replace(s, attention=replace(s.attention, K=8, L=75))
     if attention.kv_dtype != "int8":
         yield "--kv-dtype int8", lambda s: replace(s, attention=replace(s.attention, kv_dtype="int8"))
-    if not on_gpu and shape.published is None and model.quantize != "int4":
-        yield "--quantize int4", lambda s: replace(s, model=replace(s.model, quantize="int4"))
     if attention.mode not in ("exact", "rabitq"):
         yield "--attention rabitq", lambda s: replace(s, attention=replace(s.attention, mode="rabitq"))
     if attention.mode != "exact":
@@ -98,6 +96,8 @@ def _options(hardware: Hardware, shape: ModelShape, settings: Settings) -> Itera
             f"--sink {DEFAULT_SINK} --local {DEFAULT_LOCAL}",
             lambda s: replace(s, attention=replace(s.attention, sink=DEFAULT_SINK, local=DEFAULT_LOCAL)),
         )
+    if not on_gpu and shape.published is None and model.quantize != "int4":
+        yield "--quantize int4", lambda s: replace(s, model=replace(s.model, quantize="int4"))
     if on_gpu:
         yield "--device cpu", lambda s: replace(s, model=replace(s.model, device="cpu"))
 

@@ -168,6 +168,16 @@ def test_a_machine_for_which_no_context_is_short_enough():
     assert "--local" in caught.value.hint
 
 
+def test_where_int8_is_too_large_int4_is_the_way_out():
+    shape = replace(LLAMA_8B, int4_params=LINEAR)
+    tight = replace(DESKTOP, memory_free=7 * GIB + RUNTIME_BYTES)
+    with pytest.raises(MemoryBudgetError) as caught:
+        plan(tight, shape, settings(context=4096))
+    assert caught.value.hint.startswith("--quantize int4; ")
+    assert "int8" not in caught.value.hint.replace("--kv-dtype int8", "")
+    assert plan(tight, shape, settings(context=4096, quantize="int4")).context == 4096
+
+
 def test_windowed_layers_are_never_sampled():
     chosen = plan(DESKTOP, MISTRAL_7B, settings(mode="lsh"))
     assert chosen.sampled_layers == ()
@@ -355,7 +365,6 @@ def test_weights_that_were_published_quantized_count_as_their_files():
 @pytest.mark.parametrize(
     ("machine", "shape", "options", "words"),
     [
-        (DESKTOP, LLAMA_8B, {"quantize": "int4"}, "--quantize int4 is for GPUs"),
         (ON_GPU, LLAMA_8B, {"quantize": "int8", "dtype": "float32"}, "--dtype float32 with quantized weights"),
         (ON_GPU, PUBLISHED, {"quantize": "int8"}, r"published quantized \(gptq\)"),
         (DESKTOP, PUBLISHED, {"quantize": "int8"}, r"published quantized \(gptq\)"),
