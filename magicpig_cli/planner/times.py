@@ -31,9 +31,9 @@ VISIT_SKEW = 1.7  # ids visited over those of uniform buckets: 1.4–2.0 on real
 GROUP_POWER = 0.75  # the union of a group's heads is what G^0.75 independent heads would read: 2.3× one head for G = 3
 SAMPLED_MULTIPLY_ADDS = 4  # per value of a sampled row: q·k, |k−μ|, p·V, and sorting out which heads want it
 
-# Time of a product with B rows over that with one: max(1, fixed + B · slope). Decision 007.
+# Time of a product with B rows over that with one: max(1, fixed + B · slope). Decision 007, int4 020.
 BATCH_COST: dict[WeightType, tuple[float, float]] = {
-    "float32": (0.85, 0.08), "bfloat16": (0.8, 0.115), "int8": (0.7, 0.185), "int4": (0.75, 0.25),
+    "float32": (0.85, 0.08), "bfloat16": (0.8, 0.115), "int8": (0.7, 0.185), "int4": (0.8, 0.22),
 }  # fmt: skip
 EXPERT_COST = (0.55, 0.45)  # of torch's float32 product: three CPUs of EVIDENCE.md section 3, decisions 005 and 007
 EXPERT_MOST = 2.8  # from about 4 rows on MKL multiplies blocks, and the time does not grow up to 16

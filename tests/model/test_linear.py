@@ -11,7 +11,7 @@ from magicpig_cli import kernels
 from magicpig_cli.bench.fill import natural_text
 from magicpig_cli.config import ModelOptions, Settings
 from magicpig_cli.kernels.reference.product import round_groups
-from magicpig_cli.model import blocks, linear, loader, stored
+from magicpig_cli.model import linear, loader, stored
 from magicpig_cli.model.shape import shape_from_config
 from magicpig_cli.planner import plan
 from tests.model.test_parity import make_runner, prompts
@@ -206,33 +206,6 @@ def test_quantizing_leaves_the_weight_as_it_was(form):
     assert torch.equal(weight, before)
 
 
-@pytest.mark.parametrize(
-    ("weight", "taken"),
-    [
-        (torch.randn(5, 96), "int4"),
-        (torch.randn(5, 96).bfloat16(), "int4"),
-        (torch.zeros(5, 96), "int4"),
-        (torch.randn(5, 90), "int8"),
-        (torch.randn(5, 96) * 1e6, "int8"),
-        (torch.randn(5, 96).clamp_min(-1e9) - 1e5, "int8"),
-        (torch.tensor([[torch.nan] * 32]), "int8"),
-        (torch.tensor([[torch.inf] * 32]), "int8"),
-    ],
-)
-def test_what_int4_cannot_take_becomes_int8(weight, taken):
-    held = stored.stored(weight, "int4")
-    assert held.weight.dtype == {"int4": torch.uint8, "int8": torch.int8}[taken]
-
-
-def test_int4_goes_by_blocks_of_rows(monkeypatch):
-    weight = torch.randn(50, 64)
-    whole = stored.stored(weight, "int4")
-    monkeypatch.setattr(stored, "BUFFER_VALUES", 64 * 7)
-    parts = stored.stored(weight, "int4")
-    assert torch.equal(whole.weight, parts.weight)
-    assert torch.equal(whole.scale, parts.scale)
-
-
 # Whole models
 
 
@@ -335,18 +308,6 @@ def test_embedding_gives_float32_rows_of_what_is_held(form):
     assert got.dtype == torch.float32
     assert torch.equal(got[0, 0], got[0, 2])
     assert torch.equal(got.double(), as_float(embedding)[ids] * 64**0.5)  # 8 and 8 bits: float32 holds the product
-
-
-def test_layers_of_one_input_in_two_forms_are_multiplied_apart():
-    """One value that float16 lacks makes a layer int8; its block is not for the kernels, and nothing else changes."""
-    model = tiny_model("llama")
-    model.model.layers[1].self_attn.v_proj.weight.data[3, 5] = 1e5
-    linear.hold(model, "int4")
-    attention = model.model.layers[1].self_attn
-    types = [getattr(attention, name).weight.dtype for name in ("q_proj", "k_proj", "v_proj")]
-    assert types == [torch.uint8, torch.uint8, torch.int8]
-    assert blocks.compute_by_kernels(model) == 2
-    assert torch.isfinite(teacher_forced(model)).all()
 
 
 def test_bfloat16_loses_nothing_of_a_bfloat16_checkpoint():
