@@ -29,9 +29,9 @@ typedef struct {
 static inline int64_t quads(int64_t K) { return (K / GROUP + 3) / 4; }
 
 static inline int32_t shifted_integer(float shifted) {
-    int32_t bits;
+    uint32_t bits;
     memcpy(&bits, &shifted, 4);
-    return bits - 0x4b400000;
+    return (int32_t)(bits - 0x4b400000u); /* of SHIFT; of no number anything */
 }
 
 /* 32 values as integers from −127 to 127 and factors. What is no number or infinite makes both factors NaN. */

@@ -70,7 +70,7 @@ static INLINE void product_rows(const product_t *p, int64_t first, int64_t last,
 static OUTLINE void product(const product_t *p, int64_t first, int64_t last, int64_t K, int type, const float *x,
         int64_t packed, int count, float *out) {
     const int heads = count == 3 ? 4 : count;
-#define INT4_PRODUCT(H) int4_rows(p, first, last, K, (const int4_quad_t *)x, packed / vector_length(GROUP, INT4), H, count, out)
+#define INT4_PRODUCT(H) int4_rows(p, first, last, K, (const int4_quad_t *)x, quads(K), H, count, out)
     if (type == INT4) {
         if (heads == 1) INT4_PRODUCT(1);
         else if (heads == 2) INT4_PRODUCT(2);
