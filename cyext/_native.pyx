@@ -87,6 +87,13 @@ cdef extern from "product.h" nogil:
         const uint16_t* scale
         int64_t N
         float* out
+    int64_t weight_bytes(int64_t K, int type)
+    int64_t vector_length(int64_t K, int type)
+    void pack_vector(const float* x, int64_t K, int type, float* out)
+    int64_t int4_code_bytes(int64_t K)
+    int64_t int4_factors(int64_t K)
+    void int4_round(const float* x, int64_t K, uint8_t* codes, uint16_t* factors)
+    void int4_widen(const uint8_t* codes, const uint16_t* factors, int64_t K, float* out)
     void product(const product_t* p, int64_t first, int64_t last, int64_t K, int type, const float* x, int64_t packed,
                  int count, float* out)
 

@@ -49,7 +49,7 @@ class ModelOptions:
     revision: str | None = None
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     dtype: str = "auto"  # auto | float32 | bfloat16
-    quantize: str = "none"  # none | int8 | int4 (the latter on a GPU)
+    quantize: str = "none"  # none | int8 | int4
     load_format: str = "auto"  # auto | dummy (random weights from the config)
     no_cuda_graphs: bool = False  # every operator of a decode step is launched by itself
     offline: bool = False

@@ -35,7 +35,7 @@ class Speeds:
     sequential_bytes_s: float  # rows read one after another
     gather_bytes_s: float  # ascending rows read with gaps
     count_ns: float  # one id counted in a table look-up
-    product_bytes_s: Mapping[str, float]  # weights read by a product with one row: float32, bfloat16, int8
+    product_bytes_s: Mapping[str, float]  # weights read by a product with one row, by form
     scan_ns: float  # one signature of 128 bits compared with one query head, beside the others of a group of four
     operator_us: float  # one small torch operator, called from Python
     host_to_device_bytes_s: float | None = None  # pinned copies; None = no device

@@ -24,7 +24,7 @@ from magicpig_cli.attention.estimator import log_normal_table
 from magicpig_cli.config import DEFAULT_K, DEFAULT_L
 from magicpig_cli.hardware import Speeds
 from magicpig_cli.kernels.memory import aligned_bytes
-from magicpig_cli.model.stored import Products, Stored, StoredLinear
+from magicpig_cli.model.stored import Form, Products, Stored, StoredLinear
 from magicpig_cli.planner.times import SCAN_BITS
 
 ROUNDS_S = 0.6  # for as long rounds are made,
@@ -44,7 +44,9 @@ ROW_BYTES = kernels.row_bytes(HEAD_DIM, "bfloat16")
 ROW_GAP = 20  # from one row to the next on average: the union of a group at 2% per query head (EVIDENCE.md section 1)
 WIDTH = 4096  # of the weight matrices
 PROMPT_ROWS, PROMPT_OUTPUTS = 256, 512  # tokens of a chunk, and columns of what they are multiplied with
-BYTE = 0x3F  # that the buffer is full of: 0.75 as bfloat16 or float32, 63 as int8; nothing that arithmetic is slow on
+# That the buffer is full of: 0.75 as bfloat16 or float32, 63 as int8, 1.8 as float16; nothing that arithmetic is slow
+# on.
+BYTE = 0x3F
 
 Probe = Callable[[int], float]  # number of the round → its figure
 
@@ -63,9 +65,10 @@ def measure(threads: int, free_bytes: int, cache_bytes: int) -> Speeds:
         found = medians({
             "sequential": lambda _: _sequential(walk, threads, share),
             "rows": lambda number: _sorted_rows(walk, threads, number),
-            "float32": lambda _: _product(walk, torch.float32),
-            "bfloat16": lambda _: _product(walk, torch.bfloat16),
-            "int8": lambda _: _product(walk, torch.int8),
+            "float32": lambda _: _product(walk, "float32"),
+            "bfloat16": lambda _: _product(walk, "bfloat16"),
+            "int8": lambda _: _product(walk, "int8"),
+            "int4": lambda _: _product(walk, "int4"),
             "prompt": lambda _: _prompt_product(walk),
             "long": long.head_ns,
             "short": short.head_ns,
@@ -80,7 +83,7 @@ def measure(threads: int, free_bytes: int, cache_bytes: int) -> Speeds:
         count_ns=count_ns,
         visit_ns=visit_ns,
         scan_ns=found["scan"],
-        product_bytes_s={form: found[form] for form in ("float32", "bfloat16", "int8")},
+        product_bytes_s={form: found[form] for form in ("float32", "bfloat16", "int8", "int4")},
         operator_us=found["operator"],
         prompt_multiply_adds_s=found["prompt"],
         buffer_bytes=walk.size,
@@ -196,16 +199,27 @@ def _sorted_rows(walk: Walk, threads: int, number: int) -> float:
     return len(rows) * ROW_BYTES / kernels.read_rows(walk.rows, 0, rows, threads) * 1e9
 
 
-def _product(walk: Walk, dtype: torch.dtype) -> float:
-    """Bytes of weights per second that a product with one row reads, as decode multiplies weights of that type."""
-    row_bytes = WIDTH * dtype.itemsize
-    rows = min(WIDTH, walk.size // PRODUCT_PART // row_bytes)
-    weight = torch.from_numpy(walk.bytes(rows * row_bytes)).view(dtype).view(rows, WIDTH)
-    x = torch.ones(1, WIDTH)
-    scale = torch.ones(rows, dtype=torch.bfloat16) if dtype == torch.int8 else None
-    held = Stored(nn.Parameter(weight, requires_grad=False), scale)
+def _product(walk: Walk, form: Form) -> float:
+    """Bytes of weights per second that a product with one row reads, as decode multiplies weights of that form."""
+    held, x = _weights(walk, form), torch.ones(1, WIDTH)
     layer = StoredLinear(held, None, Products(), few_rows=True)
-    return weight.nbytes / seconds(lambda: layer(x))
+    read = held.weight.nbytes if form == "int8" else held.nbytes  # the plan counts scales of int4 alone
+    return read / seconds(lambda: layer(x))
+
+
+def _weights(walk: Walk, form: Form) -> Stored:
+    """Weights of that form over the next bytes; those of int4's scales are numbers as well."""
+    dtype = torch.uint8 if form == "int4" else getattr(torch, form)
+    row_bytes = WIDTH // 2 if form == "int4" else WIDTH * dtype.itemsize
+    scale_bytes = WIDTH // 8 if form == "int4" else 0
+    rows = min(WIDTH, walk.size // PRODUCT_PART // (row_bytes + scale_bytes))
+    weight = torch.from_numpy(walk.bytes(rows * row_bytes)).view(dtype).view(rows, -1)
+    scale: torch.Tensor | None = None
+    if form == "int8":
+        scale = torch.ones(rows, dtype=torch.bfloat16)
+    if form == "int4":
+        scale = torch.from_numpy(walk.bytes(rows * scale_bytes)).view(torch.float16).view(rows, -1, 2)
+    return Stored(nn.Parameter(weight, requires_grad=False), scale)
 
 
 def _prompt_product(walk: Walk) -> float:

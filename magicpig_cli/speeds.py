@@ -36,7 +36,8 @@ UNDISTURBED = (
     0.8  # share of the cores from which on figures are kept for good; 0.93 to 0.97 on two idle cores, 0.5 with one busy
 )
 MAX_TRIES = 3  # for machines that are never idle
-_PRODUCTS = frozenset({"float32", "bfloat16", "int8"})
+_PRODUCTS = frozenset({"float32", "bfloat16", "int8", "int4"})
+_LATER = frozenset({"int4"})  # of them, what older files do not have
 
 _OF_GPU = ("host_to_device_bytes_s", "device_to_host_bytes_s", "device_product_bytes_s")
 
@@ -65,6 +66,8 @@ class Record:
 
     def is_final(self, gpu: Gpu | None) -> bool:
         """Whether all of it was measured in peace, or often enough without."""
+        if not _knows_products(self.speeds):
+            return False
         whole = gpu is None or _knows_gpu(self.speeds)
         return (whole and self.speeds.cpu_share >= UNDISTURBED) or self.tries >= MAX_TRIES
 
@@ -107,8 +110,13 @@ def _measured_again(machine: Hardware, threads: int, gpu: Gpu | None, kept: Reco
     return Record(max(found, kept.speeds, key=_quality), kept.tries + 1)
 
 
-def _quality(speeds: Speeds) -> tuple[bool, float]:
-    return _knows_gpu(speeds), speeds.cpu_share
+def _quality(speeds: Speeds) -> tuple[bool, bool, float]:
+    return _knows_products(speeds), _knows_gpu(speeds), speeds.cpu_share
+
+
+def _knows_products(speeds: Speeds) -> bool:
+    """Whether products of every form were measured; those of `_LATER` are not in what older versions have kept."""
+    return speeds.product_bytes_s.keys() == _PRODUCTS
 
 
 def _knows_gpu(speeds: Speeds) -> bool:
@@ -159,7 +167,7 @@ def _is_sound(speeds: Speeds) -> bool:
     """Whether every figure is one: a number above 0, or None where there may be none."""
     values = {field.name: getattr(speeds, field.name) for field in fields(Speeds)}
     products = values.pop("product_bytes_s")
-    if not isinstance(products, dict) or products.keys() != _PRODUCTS:
+    if not isinstance(products, dict) or not _PRODUCTS - _LATER <= products.keys() <= _PRODUCTS:
         return False
     gpu = [values.pop(name) for name in _OF_GPU]
     visit_ns = values.pop("visit_ns")  # may be 0

@@ -1,5 +1,5 @@
-"""Linear layers on this CPU: the demo model as transformers and torch run it in float32, and with our float32, bfloat16
-and int8 weights, side by side in one process.
+"""Linear layers on this CPU: the demo model as transformers and torch run it in float32, and with our float32,
+bfloat16, int8 and int4 weights, side by side in one process.
 
     python scripts/bench_linear.py --json
 
@@ -28,6 +28,7 @@ from magicpig_cli.bench.report import meta
 from magicpig_cli.config import AttentionOptions, ModelOptions, Settings
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.model import linear
+from magicpig_cli.model.stored import Holder
 
 PLAIN = "plain"  # float32 weights in torch's own layers
 FORMS = {
@@ -35,6 +36,7 @@ FORMS = {
     "float32": ModelOptions(dtype="float32"),
     "bfloat16": ModelOptions(dtype="bfloat16"),
     "int8": ModelOptions(dtype="float32", quantize="int8"),
+    "int4": ModelOptions(dtype="float32", quantize="int4"),
 }
 PROMPT = 256  # tokens before the decode steps
 POSITIONS = 128
@@ -71,6 +73,13 @@ def divergences(engines: dict[str, Engine], positions: int) -> dict[str, dict[st
         same = (truth.argmax(-1) == logs.argmax(-1)).double().mean()
         found[form] = {"kl_mean": float(kl.mean()), "kl_max": float(kl.max()), "same_token": float(same)}
     return found
+
+
+def weights_bytes(engine: Engine) -> int:
+    """Of all weights and their scales, tied ones once."""
+    model = engine.runner.model
+    scales = [module.scale for module in model.modules() if isinstance(module, Holder) and module.scale is not None]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *scales)}.values())
 
 
 def decode_times(engines: dict[str, Engine], rounds: int, batch: int) -> dict[str, list[float]]:
@@ -112,7 +121,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
     rows = [
         {
             "form": form,
-            "weights_bytes": sum(p.nbytes for p in engine.runner.model.parameters()),
+            "weights_bytes": weights_bytes(engine),
             "decode_ms": medians[form],
             "decode_tok_s": arguments.batch * 1000 / medians[form],
             "prefill_tok_s": speeds[form],

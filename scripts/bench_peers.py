@@ -29,6 +29,7 @@ from magicpig_cli.units import format_tokens, parse_token_list
 # From the largest to the smallest; the last is the nearest to llama.cpp's 4 bits and gives `ratio`.
 WEIGHTS: dict[str, dict[str, Any]] = {
     "f32": {"dtype": "float32"}, "bf16": {"dtype": "bfloat16"}, "int8": {"quantize": "int8"},
+    "int4": {"quantize": "int4"},
 }  # fmt: skip
 _POINTS = (1024, 2048, 4096, 6144, 8192)  # where llama.cpp's line is measured
 
@@ -50,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
-    parser.add_argument("--quick", action="store_true", help="int8 weights only, 2 rounds of 8 tokens")
+    parser.add_argument("--quick", action="store_true", help="int4 weights only, 2 rounds of 8 tokens")
     parser.add_argument("--contexts", default="2k,6k,16k,32k", metavar="N,N…", help="of ours (%(default)s)")
     parser.add_argument("--points", metavar="N,N…", help="of llama.cpp's line (1k,2k,4k,6k,8k)")
     parser.add_argument("--prefill", default="6k", metavar="N", help="context whose prompt is timed (%(default)s)")

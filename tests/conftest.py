@@ -33,7 +33,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as the command sets it, befor
 
 STEADY_SPEEDS = Speeds(
     threads=1, sequential_bytes_s=20e9, gather_bytes_s=15e9, count_ns=1.2, scan_ns=0.7, operator_us=4.0, visit_ns=25.0,
-    product_bytes_s={"float32": 20e9, "bfloat16": 15e9, "int8": 15e9}, prompt_multiply_adds_s=70e9,
+    product_bytes_s={"float32": 20e9, "bfloat16": 15e9, "int8": 15e9, "int4": 12e9}, prompt_multiply_adds_s=70e9,
     buffer_bytes=1 << 30, cache_bytes=32 << 20,
 )  # fmt: skip
 

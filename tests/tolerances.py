@@ -16,6 +16,7 @@ LOGITS = 1024  # through all layers of a tiny model, blocks of keys in another o
 INT8 = 0.1  # logits through all layers of a tiny model on int8 rows; measured 0.003 to 0.05, other keys give over 0.5
 INT8_OUTPUT = 0.01  # of attention outputs on the demo model, the goal of int8 rows; measured: docs/decisions/003
 EXP = 8  # exponential, and the tanh made of it, in ulp
+INT4_FLIPS = 0.02  # of the largest value in a block: one value of a vector that is rounded the other way makes 0.004
 BF16_U = 2.0**-9  # unit roundoff of bfloat16
 # The signature sampler. Its probabilities are those of a Gaussian error, which the estimate's nearly is.
 INCLUSION = 0.03  # of the frequency in each decile of u, over rotations; measured: docs/decisions/012
@@ -24,9 +25,11 @@ BUDGET = 0.2  # relative, of the mean sampled ratio of 32 heads at 1 to 8% of 5,
 BF16_STEP = 2.0**-7  # between neighbouring bfloat16, relative: a mean or a factor is off by half of it
 SAMPLED_RATIO, PREDICTED_ERROR = 0.1, 0.25  # relative, predicted against real tables: the roadmap's
 HISTOGRAM = 2e-5  # relative, of sums over keys by angle in 16,384 cells; measured 1e-5 at K = 16, 6e-7 at K = 10
-KL_LIMIT = {"bfloat16": 0.005, "int8": 0.02}  # nats per token on the demo model: measured 0.0008 and 0.006
+# Nats per token on the demo model: measured 0.0008, 0.004 and 0.003, for its linear layers are 4-bit ones already.
+KL_LIMIT = {"bfloat16": 0.005, "int8": 0.02, "int4": 0.02}
 # Relative, of tiny random models: median and largest of 14 vectors of logits.
-ROUNDED_LOGITS = {"bfloat16": (0.04, 0.08), "int8": (0.12, 0.25)}  # measured (0.020, 0.054) and (0.058, 0.147)
+# Measured (0.020, 0.054) and (0.058, 0.147), and (0.025, 0.045) for int4 beside a float32 model of its rounded weights.
+ROUNDED_LOGITS = {"bfloat16": (0.04, 0.08), "int8": (0.12, 0.25), "int4": (0.05, 0.1)}
 
 
 def dot_bound(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -148,6 +151,12 @@ def close_block(got: Any, wanted: Any) -> bool:
     """
     got, wanted = (np.asarray(x, dtype=np.float64) for x in (got, wanted))
     return bool((np.abs(got - wanted) <= LOGITS * U * np.abs(wanted).max()).all())
+
+
+def close_int4_block(got: Any, wanted: Any) -> bool:
+    """The same where products round their vectors: up to a few values that became the next integer."""
+    got, wanted = (np.asarray(x, dtype=np.float64) for x in (got, wanted))
+    return bool((np.abs(got - wanted) <= INT4_FLIPS * np.abs(wanted).max()).all())
 
 
 def close_to_float32(got: Any, wanted: Any, form: str) -> bool:

@@ -118,6 +118,53 @@ static inline __attribute__((always_inline)) void nibble_sums(const uint8_t *cod
     }
 }
 
+static inline float half_to_float(uint16_t half) { return _cvtsh_ss(half); }
+typedef struct { __m256i low[2], high[2]; } int4_codes_t; /* of two groups each */
+typedef __m256 int4_pairs_t;
+typedef struct { __m256 lanes[2], offsets; } int4_sum_t;
+static inline int4_sum_t int4_zero(void) {
+    return (int4_sum_t){{_mm256_setzero_ps(), _mm256_setzero_ps()}, _mm256_setzero_ps()};
+}
+static inline __m256i two_groups(const uint8_t *p, int left) {
+    if (left >= 2) return _mm256_loadu_si256((const __m256i *)p);
+    return left == 1 ? _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i *)p)) : _mm256_setzero_si256();
+}
+static inline int4_codes_t int4_codes(const uint8_t *p, int left) {
+    const __m256i mask = _mm256_set1_epi8(15), a = two_groups(p, left), b = two_groups(p + 32, left - 2);
+    return (int4_codes_t){{_mm256_and_si256(a, mask), _mm256_and_si256(b, mask)},
+        {_mm256_and_si256(_mm256_srli_epi16(a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(b, 4), mask)}};
+}
+static inline int4_pairs_t int4_pairs(const uint16_t *p, int left) {
+    if (left == 4) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+    const __m128i there = _mm_cmpgt_epi32(_mm_set1_epi32(left), _mm_setr_epi32(0, 1, 2, 3));
+    return _mm256_cvtph_ps(_mm_maskload_epi32((const int *)(const void *)p, there));
+}
+static inline __m256 int4_dots(__m256i codes_low, __m256i codes_high, const int8_t *low, const int8_t *high) {
+    const __m256i first = _mm256_maddubs_epi16(codes_low, _mm256_loadu_si256((const __m256i *)low));
+    const __m256i second = _mm256_maddubs_epi16(codes_high, _mm256_loadu_si256((const __m256i *)high));
+    return _mm256_cvtepi32_ps(_mm256_madd_epi16(_mm256_add_epi16(first, second), _mm256_set1_epi16(1)));
+}
+static inline int4_sum_t int4_add(int4_sum_t sum, int4_codes_t codes, int4_pairs_t pairs, const int8_t *low,
+        const int8_t *high, const float *factors) {
+    const __m256 scaled = _mm256_mul_ps(pairs, _mm256_loadu_ps(factors));
+    const __m256 a = _mm256_permutevar8x32_ps(scaled, _mm256_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2));
+    const __m256 b = _mm256_permutevar8x32_ps(scaled, _mm256_setr_epi32(4, 4, 4, 4, 6, 6, 6, 6));
+    const __m256 dots = int4_dots(codes.low[0], codes.high[0], low, high);
+    sum.lanes[0] = _mm256_add_ps(sum.lanes[0], _mm256_mul_ps(dots, a));
+    const __m256 more = int4_dots(codes.low[1], codes.high[1], low + 32, high + 32);
+    sum.lanes[1] = _mm256_add_ps(sum.lanes[1], _mm256_mul_ps(more, b));
+    sum.offsets = _mm256_add_ps(sum.offsets, scaled);
+    return sum;
+}
+static inline float int4_total(int4_sum_t sum) {
+    const __m256 eight = _mm256_add_ps(sum.lanes[0], sum.lanes[1]), offsets = sum.offsets;
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(_mm256_castps256_ps128(offsets), _mm256_extractf128_ps(offsets, 1));
+    const __m128 sums = _mm_hadd_ps(four, _mm_shuffle_ps(two, two, 0xdd)); /* every second offset is a minimum's */
+    const __m128 all = _mm_hadd_ps(sums, sums);
+    return _mm_cvtss_f32(all) + _mm_cvtss_f32(_mm_movehl_ps(sums, sums));
+}
+
 static inline uint64_t counters_take(uint8_t *counters) {
     const __m256i two = _mm256_set1_epi8(2);
     __m256i *at = (__m256i *)counters;

@@ -112,6 +112,41 @@ static inline __attribute__((always_inline)) void nibble_sums(const uint8_t *cod
         }
 }
 
+static inline float half_to_float(uint16_t half) { return _cvtsh_ss(half); }
+typedef struct { __m512i low, high; } int4_codes_t; /* of four groups */
+typedef __m256 int4_pairs_t;
+typedef struct { __m512 lanes; __m256 offsets; } int4_sum_t;
+static inline int4_sum_t int4_zero(void) { return (int4_sum_t){_mm512_setzero_ps(), _mm256_setzero_ps()}; }
+static inline int4_codes_t int4_codes(const uint8_t *p, int left) {
+    const __m512i mask = _mm512_set1_epi8(15);
+    const __m512i both = left == 4 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi64((__mmask8)((1 << 2 * left) - 1), p);
+    return (int4_codes_t){_mm512_and_si512(both, mask), _mm512_and_si512(_mm512_srli_epi16(both, 4), mask)};
+}
+static inline int4_pairs_t int4_pairs(const uint16_t *p, int left) {
+    if (left == 4) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_cvtph_ps(_mm_maskz_loadu_epi32((__mmask8)((1 << left) - 1), p));
+}
+static inline int4_sum_t int4_add(int4_sum_t sum, int4_codes_t codes, int4_pairs_t pairs, const int8_t *low,
+        const int8_t *high, const float *factors) {
+    const __m512i first = _mm512_maddubs_epi16(codes.low, _mm512_loadu_si512(low));
+    const __m512i second = _mm512_maddubs_epi16(codes.high, _mm512_loadu_si512(high));
+    const __m512 dots = _mm512_cvtepi32_ps(_mm512_madd_epi16(_mm512_add_epi16(first, second), _mm512_set1_epi16(1)));
+    const __m256 scaled = _mm256_mul_ps(pairs, _mm256_loadu_ps(factors));
+    const __m512i of_group = _mm512_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6);
+    const __m512 scales = _mm512_permutexvar_ps(of_group, _mm512_castps256_ps512(scaled));
+    sum.lanes = _mm512_add_ps(sum.lanes, _mm512_mul_ps(dots, scales));
+    sum.offsets = _mm256_add_ps(sum.offsets, scaled);
+    return sum;
+}
+static inline float int4_total(int4_sum_t sum) {
+    const __m256 eight = half_sum(sum.lanes), offsets = sum.offsets;
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(_mm256_castps256_ps128(offsets), _mm256_extractf128_ps(offsets, 1));
+    const __m128 sums = _mm_hadd_ps(four, _mm_shuffle_ps(two, two, 0xdd));
+    const __m128 all = _mm_hadd_ps(sums, sums);
+    return _mm_cvtss_f32(all) + _mm_cvtss_f32(_mm_movehl_ps(sums, sums));
+}
+
 static inline uint64_t counters_take(uint8_t *counters) {
     __m512i v = _mm512_loadu_si512(counters);
     _mm512_storeu_si512(counters, _mm512_setzero_si512());

@@ -4,6 +4,7 @@
 #include <arm_neon.h>
 #define vf_fma vf_fma_portable
 #define HAS_NIBBLE_SUMS
+#define HAS_INT4_DOT
 #include "vec_portable.h"
 #undef vf_fma
 #undef HASH_ROWS
@@ -30,4 +31,11 @@ static inline void nibble_sums(const uint8_t *codes, int nibbles, const uint8_t 
         }
         for (int i = 0; i < 4; i++) vst1q_u16(out + 32 * h + 8 * i, total[i]);
     }
+}
+
+static inline vi int4_dot(vb codes_low, vb codes_high, const int8_t *low, const int8_t *high) {
+    const int8x16_t a = (int8x16_t)codes_low, b = (int8x16_t)codes_high, x = vld1q_s8(low), y = vld1q_s8(high);
+    const int16x8_t first = vmlal_s8(vmull_s8(vget_low_s8(a), vget_low_s8(x)), vget_low_s8(b), vget_low_s8(y));
+    const int16x8_t second = vmlal_high_s8(vmull_high_s8(a, x), b, y);
+    return (vi)vpaddq_s32(vpaddlq_s16(first), vpaddlq_s16(second));
 }

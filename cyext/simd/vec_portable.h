@@ -117,6 +117,68 @@ static inline void nibble_sums(const uint8_t *codes, int nibbles, const uint8_t 
 }
 #endif
 
+static inline float half_to_float(uint16_t half) {
+    const uint32_t rest = half & 0x7fffu; /* exponent and fraction */
+    uint32_t bits = rest >= 0x7c00u ? 0x7f800000u | (rest & 0x3ffu) << 13 : rest << 13;
+    float value;
+    memcpy(&value, &bits, 4);
+    if (rest < 0x7c00u) value *= 0x1p112f; /* the exponents' biases differ by so much; small numbers come out as well */
+    memcpy(&bits, &value, 4);
+    bits |= (uint32_t)(half & 0x8000u) << 16;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* Four groups of 4-bit weights (int4.h), times four groups of vectors, whose products are summed in 16 lanes. */
+typedef uint8_t vb __attribute__((vector_size(16)));
+typedef int16_t vs __attribute__((vector_size(16)));
+typedef uint16_t vt __attribute__((vector_size(16)));
+typedef struct { vb low[4], high[4]; } int4_codes_t; /* of each group */
+typedef struct { vf two[2]; } int4_pairs_t;          /* scale and minimum of each group */
+typedef struct { vf lanes[4], offsets[2]; } int4_sum_t; /* every second offset belongs to a minimum */
+
+static inline int4_sum_t int4_zero(void) { return (int4_sum_t){{{0}}, {{0}}}; }
+/* Of the first `left` groups; no byte behind them is read. */
+static inline int4_codes_t int4_codes(const uint8_t *p, int left) {
+    int4_codes_t codes = {{{0}}, {{0}}};
+    for (int g = 0; g < left; g++) {
+        vb both;
+        memcpy(&both, p + 16 * g, 16);
+        codes.low[g] = both & 15, codes.high[g] = both >> 4;
+    }
+    return codes;
+}
+static inline int4_pairs_t int4_pairs(const uint16_t *p, int left) {
+    float pairs[8] = {0};
+    for (int i = 0; i < 2 * left; i++) pairs[i] = half_to_float(p[i]);
+    return (int4_pairs_t){{vf_load(pairs), vf_load(pairs + 4)}};
+}
+/* Sums of four products each. */
+static inline vi int4_dot(vb codes_low, vb codes_high, const int8_t *low, const int8_t *high);
+#ifndef HAS_INT4_DOT
+static inline vi int4_dot(vb codes_low, vb codes_high, const int8_t *low, const int8_t *high) {
+    vs x, y;
+    memcpy(&x, low, 16), memcpy(&y, high, 16);
+    vs sums = (vs)((vt)codes_low & 255) * (x << 8 >> 8) + (vs)((vt)codes_low >> 8) * (x >> 8);
+    sums += (vs)((vt)codes_high & 255) * (y << 8 >> 8) + (vs)((vt)codes_high >> 8) * (y >> 8);
+    return ((vi)sums << 16 >> 16) + ((vi)sums >> 16);
+}
+#endif
+static inline int4_sum_t int4_add(int4_sum_t sum, int4_codes_t codes, int4_pairs_t pairs, const int8_t *low,
+        const int8_t *high, const float *factors) {
+    vf scaled[2] = {pairs.two[0] * vf_load(factors), pairs.two[1] * vf_load(factors + 4)};
+    for (int g = 0; g < 4; g++) {
+        vi dots = int4_dot(codes.low[g], codes.high[g], low + 16 * g, high + 16 * g);
+        sum.lanes[g] += __builtin_convertvector(dots, vf) * vf_set1(scaled[g / 2][g % 2 * 2]);
+    }
+    sum.offsets[0] += scaled[0], sum.offsets[1] += scaled[1];
+    return sum;
+}
+static inline float int4_total(int4_sum_t sum) {
+    vf four = (sum.lanes[0] + sum.lanes[2]) + (sum.lanes[1] + sum.lanes[3]), two = sum.offsets[0] + sum.offsets[1];
+    return ((four[0] + four[1]) + (four[2] + four[3])) + (two[1] + two[3]);
+}
+
 /* Which of 64 counters are ≥ 2, as bits; the counters are cleared. */
 static inline uint64_t counters_take(uint8_t *counters) {
     uint64_t word = 0;

@@ -162,8 +162,7 @@ SHARED_OPTIONS = (
         help="Number type of the weights; auto is bfloat16, but on a CPU only if the model's own is."),
     SharedOption("model", "model.quantize", str, ("--quantize",), metavar="none|int8|int4",
         parse=_choice("none", "int8", "int4"),
-        help="Store linear layers in 8 or, on a GPU, 4 bits: less memory, a little less accurate; faster but for int8 "
-        "on a GPU."),
+        help="Store linear layers in 8 or 4 bits: less memory, a little less accurate; faster but for int8 on a GPU."),
     SharedOption("model", "model.no_cuda_graphs", bool, ("--no-cuda-graphs",),
         help="Without CUDA graphs, on a GPU: every operator of a step is launched by itself; slower, less GPU memory."),
     SharedOption("model", "context", str, ("-c", "--context", "--ctx-size"), parse=parse_context, metavar="TOKENS|auto",

@@ -15,7 +15,7 @@ from magicpig_cli.kernels.attend import Attended, Run, Sampled, SampledRows, exa
 from magicpig_cli.kernels.block import Activation, Block, Norm, block_inputs, block_output
 from magicpig_cli.kernels.hashing import Projection, hash_queries, hash_rows
 from magicpig_cli.kernels.probe import read_rows, read_sequential
-from magicpig_cli.kernels.product import Weights, multiply
+from magicpig_cli.kernels.product import INT4_GROUP, Weights, WeightType, multiply, round_int4, widen_int4
 from magicpig_cli.kernels.rabitq import rabitq_attend, rabitq_sample, rabitq_scores
 from magicpig_cli.kernels.rows import (
     NUMPY_TYPE,
@@ -49,6 +49,7 @@ from magicpig_cli.kernels.signature_shape import (
 )
 
 __all__ = [
+    "INT4_GROUP",
     "MAX_SEGMENT_ROWS",
     "MAX_SIGNATURE_BITS",
     "MAX_TAIL_ROWS",
@@ -72,6 +73,7 @@ __all__ = [
     "SignatureBlock",
     "SignedRows",
     "Tail",
+    "WeightType",
     "Weights",
     "block_inputs",
     "block_output",
@@ -90,6 +92,7 @@ __all__ = [
     "read_rows",
     "read_sequential",
     "rotation_share",
+    "round_int4",
     "row_bytes",
     "row_width",
     "segment_codes",
@@ -97,6 +100,7 @@ __all__ = [
     "truncate_segment",
     "want_signature_bits",
     "widen",
+    "widen_int4",
     "window_type",
     "write_row",
 ]

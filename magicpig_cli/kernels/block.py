@@ -47,6 +47,11 @@ class Block:
         self.activation_kind = _NATIVE_ACTIVATION[activation]
         self._want_sizes()
 
+    @property
+    def rounds_vectors(self) -> bool:
+        """Whether some of its products round their vectors before they multiply."""
+        return any(weights.is_int4 for weights in (self.qkv, self.output, self.gate_up, self.down))
+
     def _want_sizes(self) -> None:
         queries, keys, E = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.qkv.inner
         inner = self.gate_up.outer[0]

@@ -33,7 +33,7 @@ _GEMMA_FACTOR = "scalar_embed_scale"  # attribute of Gemma 3's embedding: what i
 def hold(model: PreTrainedModel, form: Form, report: Report = ignore) -> None:
     """Replace the linear layers of a model on a CPU, and its token embedding unless that stays float32.
 
-    Everything else becomes float32.
+    Everything else becomes float32. Beside int4 layers the embedding and the output layer are int8.
 
     An output layer tied to the embedding shares its weight as before. Experts that are no nn.Linear (Mixtral's: one
     tensor for all of them) remain float32. Goes layer by layer, so the extra memory is that of the largest layer,
@@ -47,7 +47,8 @@ def hold(model: PreTrainedModel, form: Form, report: Report = ignore) -> None:
         report(LoadProgress(f"storing weights as {form}", done, len(names)))
         module = model.get_submodule(name)
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
-        held = made if weight is shared and made else stored(weight, form, room)
+        own: Form = "int8" if form == "int4" and _is_end(module, output) else form
+        held = made if weight is shared and made else stored(weight, own, room)
         made = held if weight is shared else made
         model.set_submodule(name, _holder(module, held, products, few_rows=module is output))
     embedding = model.get_input_embeddings()
@@ -72,6 +73,11 @@ def _output_layer(model: PreTrainedModel) -> nn.Module | None:
     return found
 
 
+def _is_end(module: nn.Module, output: nn.Module | None) -> bool:
+    """Whether a module is the embedding or the output layer, whose rounding no other layer evens out."""
+    return module is output or not isinstance(module, nn.Linear)
+
+
 def _can_hold(module: nn.Module, form: Form) -> bool:
     """Linear layers and embeddings whose code is known; of other classes nobody knows what forward does."""
     if isinstance(module, nn.Linear) and not _is_plain(module):
@@ -92,8 +98,9 @@ def _join_same_input(model: PreTrainedModel) -> None:
     for block in model.modules():
         for names in _SAME_INPUT:
             layers = [getattr(block, name, None) for name in names]
-            if all(isinstance(layer, StoredLinear) for layer in layers):
-                multiply_together(layers)  # type: ignore[arg-type]
+            found = [layer for layer in layers if isinstance(layer, StoredLinear)]
+            if len(found) == len(layers) and len({layer.weight.dtype for layer in found}) == 1:
+                multiply_together(found)
 
 
 def _holder(module: nn.Module, held: Stored, products: Products, *, few_rows: bool) -> Holder:

@@ -191,10 +191,9 @@ def load_model(
     else:
         model = reading.model_from(source.folder, source.name, config, device, dtype, options, report)
     model.train(False).requires_grad_(False)
-    weights_fingerprint = fingerprint.of_weights(model)
+    weights_fingerprint, params = fingerprint.of_weights(model), _count(model)
     if device.type == "cpu":
-        wide: Form = "bfloat16" if dtype == torch.bfloat16 else "float32"
-        linear.hold(model, "int8" if options.quantize == "int8" else wide, report)
+        linear.hold(model, _form_of(options, dtype), report)
         blocks.compute_by_kernels(model)
     if quantized.is_quantized(model):
         with explaining(f"{source.name}, as its quantized weights cannot be multiplied here"):
@@ -206,9 +205,18 @@ def load_model(
         generation_config=getattr(model, "generation_config", None),
         name=source.name,
         revision=source.revision,
-        params=_count(model),
+        params=params,
         weights=weights_fingerprint,
     )
+
+
+def _form_of(options: ModelOptions, dtype: torch.dtype) -> Form:
+    """In which form a CPU holds weights that were read as `dtype`."""
+    if options.quantize == "int4":
+        return "int4"
+    if options.quantize == "int8":
+        return "int8"
+    return "bfloat16" if dtype == torch.bfloat16 else "float32"
 
 
 def _count(model: PreTrainedModel) -> int:

@@ -82,17 +82,12 @@ def stored_bytes(folder: Path) -> int:
     return sum(weights.count_bytes(folder).values())
 
 
-def refuse_quantize(method: str | None, asked: str, *, on_gpu: bool) -> None:
-    """Raise UsageError for a `--quantize` that cannot be had: of weights that are quantized already, int4 on a CPU."""
+def refuse_quantize(method: str | None, asked: str) -> None:
+    """Raise UsageError for `--quantize` with weights that are quantized already."""
     if method is not None and asked != "none":
         raise UsageError(
             f"--quantize {asked} with weights that were published quantized ({method})",
             hint="leave out --quantize, or use the original model",
-        )
-    if asked == "int4" and not on_gpu:
-        raise UsageError(
-            "--quantize int4 is for GPUs: on a CPU a step would take longer than with int8, and err more",
-            hint="--quantize int8",
         )
 
 

@@ -1,7 +1,7 @@
 """Weights that transformers' quantizers hold: made from plain ones on a GPU (`--quantize`), or published so.
 
-Which package makes which form, and why: docs/decisions/019. Our own int8 on a CPU is `stored.py` and has nothing to do
-with this. Packages are known by their distributions; nothing of them is imported before it is needed.
+Which package makes which form, and why: docs/decisions/019. Our own int8 and int4 on a CPU are `stored.py` and have
+nothing to do with this. Packages are known by their distributions; nothing of them is imported before it is needed.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def model_from(
 
     Raises UsageError, ModelError or MemoryBudgetError.
     """
-    published.refuse_quantize(published.method_of(config), options.quantize, on_gpu=device.type != "cpu")
+    published.refuse_quantize(published.method_of(config), options.quantize)
     quantized.check_published(config, name, device)
     made = quantized.config_of(options.quantize) if _is_made(options, device) else None
     placed = made is not None or published.method_of(config) is not None
@@ -100,7 +100,7 @@ def _check_memory(
 ) -> None:
     """Refuse before the kernel's out-of-memory killer does: on the way to a GPU plain weights pass through host memory.
 
-    Before int8 on a CPU they are read as `dtype`, which is the peak; experts there become float32 after that.
+    Before int8 or int4 on a CPU they are read as `dtype`, which is the peak; experts there become float32 after that.
     """
     on_cpu, expected = device.type == "cpu", published.estimated(config)
     if placed and not on_cpu:
@@ -131,7 +131,6 @@ def random_model(
     config: PretrainedConfig, device: torch.device, dtype: torch.dtype, options: ModelOptions, report: Report
 ) -> PreTrainedModel:
     """The same random weights for the same config, on the device at once; on a GPU made int8 or int4 if asked for."""
-    published.refuse_quantize(None, options.quantize, on_gpu=device.type != "cpu")
     made = _is_made(options, device)
     report(LoadProgress("drawing random weights"))
     with (

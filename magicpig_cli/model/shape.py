@@ -61,6 +61,8 @@ class ModelShape:
     intermediate: int = 0  # width of a gated MLP, or of an expert; 0 = not known
     lookup_params: int = 0  # of `params`, an embedding that is looked up in and shares nothing with the output layer
     experts_used: float = 1.0  # share of the experts that one token goes through
+    int4_params: int = 0  # of `linear_params`, what int4 on a CPU can take: rows of whole groups
+    int4_rows: int = 0  # output rows of these layers
     int8_extra_bytes: int = 0  # what int8 weights but experts take beyond a byte each: scales, and what stays float32
     dtype: str = "float32"  # number type in which the checkpoint was published; float32 if the config does not tell
     published: Published | None = None  # the form of weights that were published quantized
@@ -95,6 +97,7 @@ class ModelShape:
         return replace(
             self, params=part(self.params), expert_params=part(self.expert_params), published=published,
             linear_params=part(self.linear_params), linear_rows=part(self.linear_rows),
+            int4_params=part(self.int4_params), int4_rows=part(self.int4_rows),
             int8_extra_bytes=part(self.int8_extra_bytes),
         )  # fmt: skip
 
@@ -111,6 +114,7 @@ def shape_from_config(config: PretrainedConfig) -> ModelShape:
     hidden = _whole(config, "hidden_size")
     heads = _whole(config, "num_attention_heads")
     context, trained, rope = effective_context(config)
+    int4_params, int4_rows = sizes.int4_layers(config)
     return ModelShape(
         family=family,
         layers=layers,
@@ -131,6 +135,8 @@ def shape_from_config(config: PretrainedConfig) -> ModelShape:
         intermediate=sizes.intermediate(config),
         lookup_params=0 if getattr(config, "tie_word_embeddings", False) else config.vocab_size * hidden,
         experts_used=min(1.0, (getattr(config, "num_experts_per_tok", None) or 1) / sizes.experts(config)),
+        int4_params=int4_params,
+        int4_rows=int4_rows,
         int8_extra_bytes=sizes.int8_extra_bytes(config),
         dtype=published_dtype(config),
         published=published.estimated(config),

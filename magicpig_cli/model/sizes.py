@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_INT4_GROUP = 32  # as in kernels/product.py, which a config can do without
+
 
 def params(config: PretrainedConfig) -> int:
     """Parameters of a gated-MLP decoder with these sizes; within a few per cent for the verified families."""
@@ -33,6 +35,12 @@ def linear_params(config: PretrainedConfig) -> int:
 def linear_rows(config: PretrainedConfig) -> int:
     """Output rows of these layers: so many scales they have, where a row has one."""
     return int(sum(rows for rows, _ in _linear_layers(config)))
+
+
+def int4_layers(config: PretrainedConfig) -> tuple[int, int]:
+    """Weights of those linear layers that int4 on a CPU can take, whose rows are whole groups, and their rows."""
+    fitting = [(rows, length) for rows, length in _linear_layers(config) if length % _INT4_GROUP == 0]
+    return sum(rows * length for rows, length in fitting), sum(rows for rows, _ in fitting)
 
 
 def _linear_layers(config: PretrainedConfig) -> list[tuple[int, int]]:

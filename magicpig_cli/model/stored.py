@@ -1,13 +1,14 @@
-"""Linear weights on a CPU, each held once, in 4, 2 or 1 bytes per value, and multiplied by phase.
+"""Linear weights on a CPU, each held once, in 4, 2, 1 or 5/8 bytes per value, and multiplied by phase.
 
 Decode is bound by reading weights, so it multiplies the stored type itself, by our kernels, which sum in float32.
 Prefill is bound by arithmetic, so it multiplies float32 by torch: each block of rows is cast into one buffer that all
 layers share. The phase decides, never the number of rows: a batch neighbour must not change the kernel that a sequence
-sees (DESIGN.md, "Determinism contract"). Measured in docs/decisions/005. Which layers are held so: `linear.py`.
+sees (DESIGN.md, "Determinism contract"). Measured in docs/decisions/005 and 020. Which layers are held so: `linear.py`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -20,9 +21,11 @@ from magicpig_cli import kernels
 from magicpig_cli.cache.store import as_array
 from magicpig_cli.kernels.memory import Arena, large_array
 
-Form = Literal["float32", "bfloat16", "int8"]
+Form = Literal["float32", "bfloat16", "int8", "int4"]
 
-_FORM: dict[torch.dtype, Form] = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}
+_FORM: dict[torch.dtype, Form] = {
+    torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8", torch.uint8: "int4",
+}  # fmt: skip
 BUFFER_VALUES = 1 << 22  # float32 values that prefill casts at a time: 16 MiB
 
 
@@ -36,12 +39,16 @@ class Products:
         self._input: torch.Tensor | None = None  # of the last layer in decode; kept, so that no other tensor is it
         self._waiting: dict[StoredLinear, torch.Tensor] = {}  # its products that nobody has taken yet
 
-    def as_float32(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight [n, K] as float32, valid until the next call."""
-        size = weight.numel()
+    def as_float32(self, weight: torch.Tensor, scale: torch.Tensor | None, inner: int) -> torch.Tensor:
+        """A weight [n, K = inner] as float32, int8 without its scale; valid until the next call."""
+        size = len(weight) * inner
         if self._buffer is None or len(self._buffer) < size:
             self._buffer = torch.from_numpy(large_array((max(size, BUFFER_VALUES),), np.float32))
-        return self._buffer[:size].view(weight.shape).copy_(weight)
+        room = self._buffer[:size].view(-1, inner)
+        if weight.dtype != torch.uint8 or scale is None:
+            return room.copy_(weight)
+        kernels.widen_int4(as_array(weight), as_array(scale), as_array(room), threads=torch.get_num_threads())
+        return room
 
     def few(self, layer: StoredLinear, x: torch.Tensor) -> torch.Tensor:
         """x·Wᵀ [M, N] for x [..., K], multiplied in one call with what goes to the layer's companions."""
@@ -60,7 +67,8 @@ class Products:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A weight [N, K]: as it is (scale None), or int8 with scale bfloat16 [N]; value = integer · scale of its row."""
+    """A weight [N, K]: as it is (scale None), or int8 with scale bfloat16 [N], value = integer · scale of its row, or
+    int4, uint8 [N, K/2] with scale and minimum of each group of 32, float16 [N, K/32, 2] (`kernels.Weights`)."""
 
     weight: nn.Parameter
     scale: torch.Tensor | None
@@ -81,37 +89,62 @@ class Room:
         """A tensor whose contents are not defined. Raises MemoryError."""
         return torch.from_numpy(self._arena.array((*shape, dtype.itemsize), np.uint8)).view(dtype).squeeze(-1)
 
-    def scaled(self, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """values [n, K] over scale [n], float32, valid until the next call."""
-        if self._buffer is None or len(self._buffer) < values.numel():
-            self._buffer = torch.empty(max(values.numel(), BUFFER_VALUES))
-        out = self._buffer[: values.numel()].view(values.shape)
-        return torch.div(values, scale[:, None], out=out)
+    def buffer(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """A float32 tensor to compute in, until the next call."""
+        size = math.prod(shape)
+        if self._buffer is None or len(self._buffer) < size:
+            self._buffer = torch.empty(max(size, BUFFER_VALUES))
+        return self._buffer[:size].view(shape)
 
 
 def stored(weight: torch.Tensor, form: Form, room: Room | None = None) -> Stored:
     """A copy of a float weight [N, K], rounded to `form`, in `room` or memory of its own.
 
-    int8: symmetric per row, few rows at a time.
+    int8: symmetric per row, few rows at a time. What int4 cannot take, K that is no multiple of 32 or numbers beyond
+    float16, becomes int8.
     """
     room, shape = room or Room(), tuple(weight.shape)
-    if form != "int8":
+    if form == "int4" and _fits_int4(weight):
+        return _stored_int4(weight, room)
+    if form not in ("int8", "int4"):
         kept = room.tensor(shape, getattr(torch, form)).copy_(weight.detach())
         return Stored(nn.Parameter(kept, requires_grad=False), None)
     integers, scale = room.tensor(shape, torch.int8), room.tensor(shape[:1], torch.bfloat16)
-    for rows in _blocks(weight):
+    for rows in _blocks(*weight.shape):
         values = weight[rows].detach()
         # The scale is rounded first, because it is held as bfloat16: then it adds no error of its own.
         least, most = torch.aminmax(values, dim=1)
         scale[rows] = (torch.maximum(most, -least).float() / 127).clamp_min(torch.finfo(torch.float32).tiny)
-        integers[rows] = room.scaled(values, scale[rows].float()).round_().clamp_(-127, 127)
+        scaled = torch.div(values, scale[rows].float()[:, None], out=room.buffer(tuple(values.shape)))
+        integers[rows] = scaled.round_().clamp_(-127, 127)
     return Stored(nn.Parameter(integers, requires_grad=False), scale)
 
 
-def _blocks(weight: torch.Tensor) -> list[slice]:
+def _fits_int4(weight: torch.Tensor) -> bool:
+    """Whether a weight [N, K] is made of whole groups and of numbers that float16 has."""
+    if weight.shape[1] % kernels.INT4_GROUP or not weight.numel():
+        return False
+    smallest, largest = torch.aminmax(weight.detach())
+    bound = torch.finfo(torch.float16).max
+    return bool(smallest >= -bound) and bool(largest <= bound)  # neither is true of what is no number
+
+
+def _stored_int4(weight: torch.Tensor, room: Room) -> Stored:
+    count, inner = weight.shape
+    codes = room.tensor((count, inner // 2), torch.uint8)
+    factors = room.tensor((count, inner // kernels.INT4_GROUP, 2), torch.float16)
+    for rows in _blocks(count, inner):
+        values = room.buffer(tuple(weight[rows].shape)).copy_(weight[rows].detach())
+        kernels.round_int4(
+            as_array(values), as_array(codes[rows]), as_array(factors[rows]), threads=torch.get_num_threads()
+        )
+    return Stored(nn.Parameter(codes, requires_grad=False), factors)
+
+
+def _blocks(count: int, inner: int) -> list[slice]:
     """Rows of [N, K] in steps of at most BUFFER_VALUES values."""
-    step = max(1, BUFFER_VALUES // weight.shape[1])
-    return [slice(start, start + step) for start in range(0, weight.shape[0], step)]
+    step = max(1, BUFFER_VALUES // inner)
+    return [slice(start, start + step) for start in range(0, count, step)]
 
 
 class Holder(nn.Module):
@@ -160,9 +193,10 @@ class StoredLinear(Holder):
         if self.weight.dtype == torch.float32:
             return nn.functional.linear(x, self.weight)
         out = x.new_empty(x.shape[0], self.weight.shape[0])
-        for rows in _blocks(self.weight):
-            torch.mm(x, self._products.as_float32(self.weight[rows]).t(), out=out[:, rows])
-        return out if self.scale is None else out.mul_(self.scale)
+        for rows in _blocks(len(self.weight), x.shape[1]):
+            scale = None if self.scale is None else self.scale[rows]
+            torch.mm(x, self._products.as_float32(self.weight[rows], scale, x.shape[1]).t(), out=out[:, rows])
+        return out if self.scale is None or self.weight.dtype != torch.int8 else out.mul_(self.scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def _check_choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
 
 def _check_weights(shape: ModelShape, model: ModelOptions, *, on_gpu: bool) -> None:
     method = None if shape.published is None else shape.published.method
-    refuse_quantize(method, model.quantize, on_gpu=on_gpu)
+    refuse_quantize(method, model.quantize)
     if method is not None:
         refuse_dtype(method, model.dtype, on_gpu=on_gpu)
     elif model.quantize != "none" and on_gpu:

@@ -11,10 +11,13 @@ from magicpig_cli.model.shape import ModelShape, read_dtype
 WeightType = str  # float32, bfloat16, int8, int4, or the method by which they were published quantized
 
 WEIGHT_BYTES: dict[WeightType, float] = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5}
+HOST_BYTES = WEIGHT_BYTES | {"int4": 0.625}  # on a CPU: 32 values share a float16 scale and a float16 minimum
+ENDS: dict[WeightType, WeightType] = {"int4": "int8"}  # form of embedding and output layer there, where it is another
 PLAIN: WeightType = "bfloat16"  # of what is not quantized, on a GPU
 # On a GPU only the linear layers of the blocks are quantized. int8 (torchao) has a float32 scale and an int8 zero point
 # per row; int4 (bitsandbytes, NF4) a float32 scale for every 64 values. docs/decisions/019.
 INT8_ROW_BYTES = 5
+INT8_SCALE_BYTES = 2  # of a row on a CPU
 INT4_BLOCK, INT4_BLOCK_BYTES = 64, 4
 # torchao multiplies int8 by casting all of a weight to bfloat16 first: a byte is read, two are written and read again.
 INT8_MOVED_BYTES = 5
@@ -53,13 +56,22 @@ def on_host(shape: ModelShape, form: WeightType) -> tuple[Bytes, ...]:
     if shape.published is not None:
         wide = shape.published.wide_bytes
         return (*_published(shape), Bytes(wide, f"{wide:,} B more for what becomes float32"))
-    plain = shape.params - shape.expert_params
-    parts = [Bytes(round(plain * WEIGHT_BYTES[form]), f"{plain:,} values as {form}")]
-    if form == "int8":
-        extra = shape.int8_extra_bytes
+    parts = [
+        Bytes(round(values * HOST_BYTES[own]), f"{values:,} values as {own}")
+        for own, values in held_as(shape, form, shape.params - shape.expert_params).items()
+    ]
+    if form in ("int8", "int4"):
+        extra = shape.int8_extra_bytes - (INT8_SCALE_BYTES * shape.int4_rows if form == "int4" else 0)
         parts.append(Bytes(extra, f"{extra:,} B of scales and of what int8 cannot take"))
     experts = shape.expert_params
     return (*parts, Bytes(round(experts * WEIGHT_BYTES["float32"]), f"{experts:,} of experts as float32"))
+
+
+def held_as(shape: ModelShape, form: WeightType, values: int) -> dict[WeightType, int]:
+    """So many values, linear layers of all blocks among them, by the form in which a CPU holds them."""
+    if form != "int4":
+        return {form: values}
+    return {"int4": shape.int4_params, ENDS[form]: values - shape.int4_params}
 
 
 def on_device(shape: ModelShape, form: WeightType) -> tuple[Bytes, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from magicpig_cli.planner.forms import WEIGHT_BYTES
+from magicpig_cli.planner.forms import ENDS, HOST_BYTES, held_as
 from magicpig_cli.planner.plan import Plan
 from magicpig_cli.planner.times import LAYER_OPERATORS
 
@@ -53,10 +53,12 @@ class PromptTimes:
         width = 2 * shape.hidden + 2 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim + 3 * shape.inner
         passes = PASSES * shape.layers * width * 4 / sequential
         everything = shape.params - shape.lookup_params - output
-        read = everything * WEIGHT_BYTES[plan.weight_type] / sequential
+        held = held_as(shape, plan.weight_type, everything)
+        read = sum(values * HOST_BYTES[form] for form, values in held.items()) / sequential
         cast = 0.0 if plan.weight_type == "float32" else read + everything * 4 / sequential
         operators = shape.layers * sum(LAYER_OPERATORS) * speeds.operator_us * 1e-6
-        last = output * WEIGHT_BYTES[plan.weight_type] / (speeds.product_bytes_s[plan.weight_type] * share)
+        end = ENDS.get(plan.weight_type, plan.weight_type)
+        last = output * HOST_BYTES[end] / (speeds.product_bytes_s[end] * share)
         threads = min(plan.threads, speeds.threads)
         signs, sorted_s = _index_work(plan)
         hashed = shape.head_dim * signs / multiply + (signs * PACK_S + sorted_s) / threads

@@ -206,6 +206,8 @@ def _weights(plan: Plan, settings: Settings) -> str:
     if plan.gpu is not None and settings.model.quantize != "none":
         why += f", made of bfloat16 while they are read; {_QUANTIZED_BY[plan.weight_type]}"
     if plan.windows_on_host and plan.weight_type != "float32":
+        if plan.weight_type == "int4":
+            why += ", embedding and output layer int8"
         why += "; multiplied as such while generating, in float32 while reading a prompt"
     return f"weights {plan.weight_type}: {why}"
 

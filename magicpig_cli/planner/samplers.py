@@ -77,7 +77,7 @@ class TablesPlan:
 
 @dataclass(frozen=True, slots=True)
 class SignaturesPlan:
-    """rabitq. tail: of the budget, drawn uniformly; target_error: None = the budget stays; uneven: heads share it so."""
+    """rabitq. tail: of the budget, drawn uniformly; target_error: None = the budget stays; uneven: between heads."""
 
     budget: float
     bits: int

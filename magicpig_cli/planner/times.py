@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from magicpig_cli.hardware import Speeds
 from magicpig_cli.kernels import row_bytes
 from magicpig_cli.planner import device_times
-from magicpig_cli.planner.forms import WEIGHT_BYTES, WeightType
+from magicpig_cli.planner.forms import HOST_BYTES, WEIGHT_BYTES, WeightType, held_as
 from magicpig_cli.planner.plan import Plan
 from magicpig_cli.planner.steps import StepTime, Term, exact_keys
 
@@ -31,9 +31,9 @@ VISIT_SKEW = 1.7  # ids visited over those of uniform buckets: 1.4–2.0 on real
 GROUP_POWER = 0.75  # the union of a group's heads is what G^0.75 independent heads would read: 2.3× one head for G = 3
 SAMPLED_MULTIPLY_ADDS = 4  # per value of a sampled row: q·k, |k−μ|, p·V, and sorting out which heads want it
 
-# Time of a product with B rows over that with one: max(1, fixed + B · slope). Decision 007.
+# Time of a product with B rows over that with one: max(1, fixed + B · slope). Decision 007, int4 020.
 BATCH_COST: dict[WeightType, tuple[float, float]] = {
-    "float32": (0.85, 0.08), "bfloat16": (0.8, 0.115), "int8": (0.7, 0.185),
+    "float32": (0.85, 0.08), "bfloat16": (0.8, 0.115), "int8": (0.7, 0.185), "int4": (0.8, 0.22),
 }  # fmt: skip
 EXPERT_COST = (0.55, 0.45)  # of torch's float32 product: three CPUs of EVIDENCE.md section 3, decisions 005 and 007
 EXPERT_MOST = 2.8  # from about 4 rows on MKL multiplies blocks, and the time does not grow up to 16
@@ -46,8 +46,7 @@ class Rates:
     sequential: float
     gather: float
     multiply_adds: float
-    product: float
-    float32_product: float
+    products: dict[WeightType, float]  # those that were measured
     count_s: float
     visit_s: float
     scan_s: float
@@ -61,8 +60,7 @@ class Rates:
             sequential=speeds.sequential_bytes_s * share,
             gather=speeds.gather_bytes_s * share,
             multiply_adds=MULTIPLY_ADDS_PER_BYTE * speeds.sequential_bytes_s * share,
-            product=speeds.product_bytes_s.get(plan.weight_type, 0.0) * share,  # 0: not multiplied here
-            float32_product=speeds.product_bytes_s["float32"] * share,
+            products={form: rate * share for form, rate in speeds.product_bytes_s.items()},
             count_s=speeds.count_ns * 1e-9,
             visit_s=speeds.visit_ns * 1e-9,
             scan_s=speeds.scan_ns * 1e-9,
@@ -82,7 +80,7 @@ def step_time(plan: Plan, tokens: int, batch: int, sampled_ratio: float) -> Step
     if plan.gpu is not None:
         return device_times.with_gpu(terms, plan, plan.speeds, tokens, batch, sampled)
     terms.append(_dense(plan, rates, tokens, batch, sampled))
-    if plan.shape.published is not None:
+    if plan.weight_type not in rates.products:  # published so, or measured by a version that did not know them
         return StepTime(tuple(terms), missing=(f"products of {plan.weight_type} weights, which were not measured",))
     return StepTime((*terms, *_products(plan, rates, batch)))
 
@@ -163,19 +161,20 @@ def _products(plan: Plan, rates: Rates, batch: int) -> Iterator[Term]:
 
     Experts of a mixture are float32 and torch's, whatever the others are, and each has the rows of its own tokens.
     """
-    shape, form = plan.shape, plan.weight_type
+    shape = plan.shape
     experts = shape.step_experts(batch)
-    shared = (shape.step_params(batch) - experts) * WEIGHT_BYTES[form]
-    factor = _batch_factor(BATCH_COST[form], batch)
-    yield Term(
-        "other", factor * shared / rates.product,
-        f"{factor:.2f} × {shared:,.0f} B of {form} weights / {rates.product / 1e9:.1f} GB/s",
-    )  # fmt: skip
+    for form, values in held_as(shape, plan.weight_type, shape.step_params(batch) - experts).items():
+        shared, rate, factor = values * HOST_BYTES[form], rates.products[form], _batch_factor(BATCH_COST[form], batch)
+        yield Term(
+            "other", factor * shared / rate,
+            f"{factor:.2f} × {shared:,.0f} B of {form} weights / {rate / 1e9:.1f} GB/s",
+        )  # fmt: skip
     if experts:
         own, factor = experts * WEIGHT_BYTES["float32"], _batch_factor(EXPERT_COST, batch * shape.experts_used)
+        rate = rates.products["float32"]
         yield Term(
-            "other", min(EXPERT_MOST, factor) * own / rates.float32_product,
-            f"{min(EXPERT_MOST, factor):.2f} × {own:,.0f} B of experts / {rates.float32_product / 1e9:.1f} GB/s",
+            "other", min(EXPERT_MOST, factor) * own / rate,
+            f"{min(EXPERT_MOST, factor):.2f} × {own:,.0f} B of experts / {rate / 1e9:.1f} GB/s",
         )  # fmt: skip
 
 

@@ -96,6 +96,8 @@ def _options(hardware: Hardware, shape: ModelShape, settings: Settings) -> Itera
             f"--sink {DEFAULT_SINK} --local {DEFAULT_LOCAL}",
             lambda s: replace(s, attention=replace(s.attention, sink=DEFAULT_SINK, local=DEFAULT_LOCAL)),
         )
+    if not on_gpu and shape.published is None and model.quantize != "int4":
+        yield "--quantize int4", lambda s: replace(s, model=replace(s.model, quantize="int4"))
     if on_gpu:
         yield "--device cpu", lambda s: replace(s, model=replace(s.model, device="cpu"))
 

@@ -77,7 +77,7 @@ def test_gpus_and_speeds_in_json(machine, monkeypatch, capsys):
         },
     ]  # fmt: skip
     assert report["speeds"] == dataclasses.asdict(measured)
-    assert report["speeds"]["product_bytes_s"].keys() == {"float32", "bfloat16", "int8"}
+    assert report["speeds"]["product_bytes_s"].keys() == {"float32", "bfloat16", "int8", "int4"}
     assert app.run(["doctor", "--json", "--measure"]) == 0
     assert asked == [(7, CARDS[0], False), (7, CARDS[0], True)]
 
@@ -96,7 +96,7 @@ def test_page(machine, monkeypatch, capsys):
     assert lines["memory speed"].endswith(
         "20.0 GB/s in order, 15.0 GB/s by sorted rows (8 threads, through 1.0 GiB; caches 32.0 MiB)"
     )
-    assert "float32 20.0 GB/s, bfloat16 15.0 GB/s, int8 15.0 GB/s" in lines["weights read"]
+    assert "float32 20.0 GB/s, bfloat16 15.0 GB/s, int8 15.0 GB/s, int4 12.0 GB/s" in lines["weights read"]
     assert "25.0 ns per table and 1.20 ns per id" in lines["look-ups"]
     assert "45% of the cores" in lines["disturbed"]
     assert "magicpig doctor --measure" in lines["disturbed"]

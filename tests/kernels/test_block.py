@@ -10,10 +10,17 @@ from hypothesis import strategies as st
 from magicpig_cli import kernels
 from magicpig_cli.kernels import reference
 from tests.kernels.data import RELAXED, ROW_TYPES
-from tests.kernels.test_product import make_weights, vectors
-from tests.tolerances import close_block
+from tests.kernels.test_int4 import make_int4
+from tests.kernels.test_product import make_weights as make_plain
+from tests.kernels.test_product import vectors
+from tests.tolerances import close_block, close_int4_block
 
 EPS = 1e-5
+
+
+def make_weights(shapes: list[int], inner: int, dtype: str, seed: int = 0) -> kernels.Weights:
+    """Of order 1, or 0.1 with 4 bits."""
+    return make_int4(shapes, inner, seed, 0.02) if dtype == "int4" else make_plain(shapes, inner, dtype, seed)
 
 
 def make_block(
@@ -92,9 +99,22 @@ def test_the_reference_is_what_the_formulas_say():
     assert close_block(reference.block_output(x, attended, block, 1)[0], wanted)
 
 
-@pytest.mark.parametrize("dtype", ROW_TYPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_int4_blocks_equal_the_reference(isa, bias):
+    """Norms differ by rounding, after which some value of x may be another integer."""
+    block = make_block(128, 4, 2, 24, 96, "int4", bias=bias)
+    x, rotary, attended = vectors(3, 128), angles(3, 24), vectors(3, 96, 8)
+    got = kernels.block_inputs(x, block, rotary, threads=2)
+    for a, b in zip(got, reference.block_inputs(x, block, *rotary, threads=1), strict=True):
+        assert close_int4_block(a, b)
+    out = kernels.block_output(x, attended, block, threads=2)
+    assert close_int4_block(out, reference.block_output(x, attended, block, 1))
+
+
+@pytest.mark.parametrize("dtype", [*ROW_TYPES, "int4"])
 def test_no_bit_depends_on_threads_or_neighbours(native_isa, dtype):
-    block, x, attended = make_block(130, 4, 2, 24, 333, dtype), vectors(6, 130), vectors(6, 96, 8)
+    E, inner = (128, 320) if dtype == "int4" else (130, 333)
+    block, x, attended = make_block(E, 4, 2, 24, inner, dtype), vectors(6, E), vectors(6, 96, 8)
     cosine, sine = angles(6, 24)
     inputs = kernels.block_inputs(x, block, (cosine, sine), threads=1)
     out = kernels.block_output(x, attended, block, threads=1)

@@ -106,7 +106,7 @@ def test_the_door_says_what_is_wrong(change, problem):
     ("dtype", "arrays", "scales", "problem"),
     [
         ("float32", [], [], "want one or more float32"),
-        ("int8", [np.zeros((4, 8), np.int8)], [], "with scales if int8, got 1 with 0 scales"),
+        ("int8", [np.zeros((4, 8), np.int8)], [], "with scales if int8 or int4, got 1 with 0 scales"),
         ("float32", [np.zeros((4, 8), np.float32)], [np.zeros(4, np.uint16)], "got 1 with 1 scales"),
         ("int8", [np.zeros((4, 8), np.int8)], [np.zeros(5, np.uint16)], r"scale: want uint16 \[N\] = \(4\)"),
         ("bfloat16", [np.zeros((4, 8), np.float32)], [], "weight: want uint16"),

@@ -10,7 +10,7 @@ from magicpig_cli.model import blocks, linear
 from tests.model.test_linear import FORMS, ODD, held_model, teacher_forced
 from tests.model.test_parity import NEW_TOKENS, expected, greedy, make_runner, prompts
 from tests.tiny import FAMILIES, MIXTURES, tiny_model
-from tests.tolerances import close_logits
+from tests.tolerances import close_logits, close_to_float32
 
 # Experts are no gated MLP, and a Granite with a factor of its own on what a block adds is none of these.
 OWN_CODE = {**{family: {} for family in MIXTURES}, "granite": {"residual_multiplier": 0.5}}
@@ -26,7 +26,10 @@ def test_every_block_of_a_dense_family_is_taken_over(family, form):
     logits = teacher_forced(model)
     assert torch.equal(logits[:2], own[:2])  # of the prompts, by their own code
     assert not torch.equal(logits, own)  # of the steps, by the kernels
-    assert all(close_logits(a, b) for a, b in zip(logits, own, strict=True))
+    if form == "int4":  # norms differ by rounding, after which a value of a vector may become another integer
+        assert close_to_float32(logits, own, form)
+    else:
+        assert all(close_logits(a, b) for a, b in zip(logits, own, strict=True))
 
 
 @pytest.mark.parametrize("family", OWN_CODE)

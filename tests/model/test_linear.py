@@ -1,9 +1,10 @@
-"""Linear layers that hold bfloat16 or int8 weights: every family, phases, memory, and what rounding costs."""
+"""Linear layers that hold bfloat16, int8 or int4 weights: every family, phases, memory, and what rounding costs."""
 
 from __future__ import annotations
 
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from magicpig_cli import kernels
 from magicpig_cli.bench.fill import natural_text
 from magicpig_cli.config import ModelOptions, Settings
+from magicpig_cli.kernels.reference.product import round_groups
 from magicpig_cli.model import linear, loader, stored
 from magicpig_cli.model.shape import shape_from_config
 from magicpig_cli.planner import plan
@@ -19,8 +21,8 @@ from tests.system.test_planner import DESKTOP
 from tests.tiny import FAMILIES, MIXTURES, tiny_model
 from tests.tolerances import KL_LIMIT, close_logits, close_product, close_to_float32
 
-FORMS = ("float32", "bfloat16", "int8")
-ROUNDED = ("bfloat16", "int8")
+FORMS = ("float32", "bfloat16", "int8", "int4")
+ROUNDED = ("bfloat16", "int8", "int4")
 ODD = {"hidden_size": 72, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # 72 is no multiple of 16
 
 
@@ -49,17 +51,29 @@ def teacher_forced(model, steps: int = 6) -> torch.Tensor:
 
 def layer_and_inputs(form: stored.Form, rows: int, bias: bool = True):
     torch.manual_seed(rows)
-    layer = nn.Linear(80, 33, bias=bias)
+    layer = nn.Linear(96, 33, bias=bias)
     products = stored.Products()
     held = stored.stored(layer.weight.detach(), form)
     bias_values = layer.bias.detach() if bias else None
-    return stored.StoredLinear(held, bias_values, products, few_rows=False), products, torch.randn(rows, 80)
+    return stored.StoredLinear(held, bias_values, products, few_rows=False), products, torch.randn(rows, 96)
 
 
 def as_float(layer: stored.StoredLinear) -> torch.Tensor:
     """The weight that the layer holds, in float64."""
+    if layer.weight.dtype == torch.uint8:
+        wide = torch.empty(len(layer.weight), 2 * layer.weight.shape[1])
+        kernels.widen_int4(layer.weight.detach().numpy(), layer.scale.numpy(), wide.numpy(), threads=1)
+        return wide.double()
     weight = layer.weight.double()
     return weight if layer.scale is None else weight * layer.scale.double()[:, None]
+
+
+def as_taken(x: torch.Tensor, form: stored.Form) -> torch.Tensor:
+    """Vectors [M, K] as decode multiplies them, in float64: before int4 weights they are rounded."""
+    if form != "int4":
+        return x.double()
+    pairs = [round_groups(row) for row in x.numpy()]
+    return torch.tensor(np.stack([(integers * step[:, None].astype(np.float64)).ravel() for integers, step in pairs]))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -68,12 +82,12 @@ def as_float(layer: stored.StoredLinear) -> torch.Tensor:
 def test_both_phases_multiply_what_is_held(form, rows, bias):
     layer, products, x = layer_and_inputs(form, rows, bias)
     offset = layer.bias.double() if bias else 0.0
-    wanted = x.double() @ as_float(layer).T
-    sizes = x.double().abs() @ as_float(layer).abs().T
     for products.prefill in (True, False):
-        got = layer(x.reshape(1, rows, 80))
+        taken = as_taken(x, form) if not products.prefill else x.double()
+        wanted, sizes = taken @ as_float(layer).T, taken.abs() @ as_float(layer).abs().T
+        got = layer(x.reshape(1, rows, 96))
         assert (got.shape, got.dtype) == ((1, rows, 33), torch.float32)
-        assert close_product(got[0].double() - offset, wanted, sizes)
+        assert close_product(got[0].double() - offset, wanted, 3 * sizes if form == "int4" else sizes)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -94,7 +108,7 @@ def test_the_phase_chooses_the_product_and_the_number_of_rows_does_not(form, mon
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("out", "inner"), [(33, 80), (576, 576), (576, 1536)])
+@pytest.mark.parametrize(("out", "inner"), [(33, 96), (576, 576), (576, 1536)])
 @pytest.mark.parametrize("form", FORMS)
 def test_no_bit_of_a_row_depends_on_its_neighbours(form, out, inner, threads):
     """A batch neighbour must not change what a sequence gets (DESIGN.md, "Determinism contract")."""
@@ -118,13 +132,13 @@ def three_layers(form: stored.Form) -> tuple[list[stored.StoredLinear], stored.P
     torch.manual_seed(1)
     products = stored.Products()
     layers = [
-        stored.StoredLinear(stored.stored(torch.randn(n, 80), form), torch.randn(n), products, few_rows=False)
+        stored.StoredLinear(stored.stored(torch.randn(n, 96), form), torch.randn(n), products, few_rows=False)
         for n in (33, 8, 8)
     ]
     return layers, products
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 80), (3, 1, 80), (2, 5, 80)])
+@pytest.mark.parametrize("shape", [(1, 1, 96), (3, 1, 96), (2, 5, 96)])
 @pytest.mark.parametrize("form", FORMS)
 def test_layers_of_one_input_are_multiplied_once_and_give_the_same(form, shape, monkeypatch):
     (query, key, value), _ = three_layers(form)
@@ -145,7 +159,7 @@ def test_results_are_those_of_the_tensor_that_was_given():
     layers, products = three_layers("bfloat16")
     stored.multiply_together(layers)
     query, key, _ = layers
-    x, y = torch.randn(1, 80), torch.randn(1, 80)
+    x, y = torch.randn(1, 96), torch.randn(1, 96)
     query(x)
     assert torch.equal(key(y), key(y.clone()))
     again = query(x)
@@ -169,12 +183,12 @@ def test_blocks_of_the_cast_buffer_change_nothing(form, monkeypatch):
     layer, products, x = layer_and_inputs(form, 9)
     products.prefill = True
     whole = layer(x)
-    monkeypatch.setattr(stored, "BUFFER_VALUES", 80 * 7)
+    monkeypatch.setattr(stored, "BUFFER_VALUES", 96 * 7)
     small = stored.Products()
     small.prefill = True
     layer._products = small
     assert close_product(layer(x), whole, x.abs() @ as_float(layer).float().abs().T)
-    assert small._buffer.numel() == 80 * 7
+    assert small._buffer.numel() == 96 * 7
 
 
 def test_int8_uses_the_whole_range_of_every_row():
@@ -186,10 +200,11 @@ def test_int8_uses_the_whole_range_of_every_row():
     assert ((restored - weight).abs() <= 0.501 * held.scale.float()[:, None]).all()
 
 
-def test_quantizing_leaves_the_weight_as_it_was():
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_quantizing_leaves_the_weight_as_it_was(form):
     weight = torch.randn(20, 32)
     before = weight.clone()
-    stored.stored(weight, "int8")
+    stored.stored(weight, form)
     assert torch.equal(weight, before)
 
 
@@ -227,11 +242,15 @@ def test_query_key_and_value_are_one_product_and_so_are_gate_and_up(family, monk
 @pytest.mark.parametrize("form", ROUNDED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_runs_close_to_float32(family, form):
-    """All experts of a mixture are at work: no choice is made that rounding could flip."""
+    """All experts of a mixture are at work: no choice is made that rounding could flip. 4 bits of random weights lose
+    so much that they are compared with a float32 model of the rounded weights."""
     sizes = {"num_experts_per_tok": 3} if family in MIXTURES else {}
-    wanted = teacher_forced(tiny_model(family, **sizes))
-    got = teacher_forced(held_model(family, form, **sizes))
-    assert close_to_float32(got, wanted, form)
+    plain, held = tiny_model(family, **sizes), held_model(family, form, **sizes)
+    if form == "int4":
+        for name, module in held.named_modules():
+            if isinstance(module, stored.Holder):
+                plain.get_submodule(name).weight.data = as_float(module).float()
+    assert close_to_float32(teacher_forced(held), teacher_forced(plain), form)
 
 
 @pytest.mark.parametrize("form", ROUNDED)
@@ -241,18 +260,24 @@ def test_weights_are_held_once(family, form):
     before = tiny_model(family)
     shape = shape_from_config(before.config)
     model = held_model(family, form)
-    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in before.parameters())
     layers = [module for module in model.modules() if isinstance(module, (stored.StoredLinear, stored.StoredEmbedding))]
     assert not [name for name, module in model.named_modules() if type(module) in (nn.Linear, nn.Embedding)]
-    size = {"bfloat16": 2, "int8": 1}[form]
-    assert {layer.weight.element_size() for layer in layers} == {size}
+    values = {
+        id(layer.weight): layer.weight.numel() * (2 if layer.weight.dtype == torch.uint8 else 1) for layer in layers
+    }
+    others = sum(p.numel() for p in model.parameters() if id(p) not in values)
+    assert sum(values.values()) + others == sum(p.numel() for p in before.parameters())
+    types = {"bfloat16": {torch.bfloat16}, "int8": {torch.int8}, "int4": {torch.int8, torch.uint8}}[form]
+    assert {layer.weight.dtype for layer in layers} == types
     wide = sum(p.nbytes for p in model.parameters() if p.dtype == torch.float32)
     assert wide <= 4 * (shape.expert_params + 0.02 * shape.params)
     scales = sum(layer.scale.nbytes for layer in layers if layer.scale is not None)
-    assert scales == 0 if form == "bfloat16" else 0 < scales < 0.05 * shape.params
+    most = {"bfloat16": 0, "int8": 0.05, "int4": 0.05 + 4 / 32}[form]
+    assert (scales > 0) == (form != "bfloat16")
+    assert scales <= most * shape.params
 
 
-@pytest.mark.parametrize(("quantize", "dtype"), [("int8", "auto"), ("none", "bfloat16")])
+@pytest.mark.parametrize(("quantize", "dtype"), [("int8", "auto"), ("int4", "auto"), ("none", "bfloat16")])
 @pytest.mark.parametrize(
     ("family", "sizes"), [*((family, {}) for family in FAMILIES), ("llama", ODD), ("llama", {"intermediate_size": 90})]
 )
@@ -264,7 +289,7 @@ def test_weights_are_planned_as_they_are_held(family, sizes, quantize, dtype):
     model = held_model(family, planned.weight_type, **sizes)
     scales = {m.scale.data_ptr(): m.scale.nbytes for m in model.modules() if getattr(m, "scale", None) is not None}
     held = sum(p.nbytes for p in model.parameters()) + sum(scales.values())  # tied weights share one scale
-    unknown = 4 * abs(sum(p.numel() for p in model.parameters()) - shape.params)
+    unknown = 4 * abs(sum(p.numel() for p in tiny_model(family, **sizes).parameters()) - shape.params)
     wide = sum(p.numel() for p in model.parameters() if p.dtype == torch.float32) - shape.expert_params
     assert abs(held - planned.weights_bytes) <= unknown + (2 * wide if dtype == "bfloat16" else 0)
 
@@ -342,8 +367,8 @@ def next_token_logs(loaded) -> torch.Tensor:
 
 @pytest.mark.parametrize("form", ROUNDED)
 def test_next_tokens_of_the_demo_model(form, demo_logs):
-    quantize = "int8" if form == "int8" else "none"
-    options = ModelOptions("demo", dtype="float32" if form == "int8" else form, quantize=quantize)
+    by_type = {"dtype": form} if form == "bfloat16" else {"dtype": "float32", "quantize": form}
+    options = ModelOptions("demo", **by_type)
     logs = next_token_logs(loader.load_model(options, torch.device("cpu")))
     kl = (demo_logs.exp() * (demo_logs - logs)).sum(-1)
     assert len(kl) == KL_POSITIONS

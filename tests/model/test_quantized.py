@@ -276,13 +276,6 @@ def test_options_that_do_not_go_with_published_weights(options, words, folder):
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_int4_is_refused_on_a_cpu(load_format, original):
-    with pytest.raises(UsageError, match="--quantize int4 is for GPUs") as caught:
-        load(original, quantize="int4", load_format=load_format)
-    assert caught.value.hint == "--quantize int8"
-
-
 @needs("compressed_tensors")
 def test_packed_weights_larger_than_memory_are_refused_before_reading(folder, monkeypatch):
     compressed_int4(folder)
@@ -351,7 +344,6 @@ MADE = [
 def as_on_a_gpu(monkeypatch) -> None:
     """What is made on a GPU is made on this CPU: the libraries can do both."""
     monkeypatch.setattr(reading, "_is_made", lambda options, _device: options.quantize != "none")
-    monkeypatch.setattr(published, "refuse_quantize", lambda *_, **__: None)
 
 
 def made(folder: Path, form: str, *, dummy: bool = False) -> PreTrainedModel:

@@ -45,7 +45,7 @@ def test_linear_layers(demo_available):
     document, _ = measure("bench_linear.py")
     forms = {row["form"]: row for row in document["forms"]}
     plain = forms["float32"]
-    for form, gain, kl in (("bfloat16", 1.5, 0.005), ("int8", 1.8, 0.02)):
+    for form, gain, kl in (("bfloat16", 1.5, 0.005), ("int8", 1.8, 0.02), ("int4", 1.8, 0.02)):
         assert forms[form]["decode_tok_s"] >= gain * plain["decode_tok_s"]
         assert forms[form]["prefill_tok_s"] >= 0.9 * plain["prefill_tok_s"]
         assert forms[form]["kl_mean"] <= kl

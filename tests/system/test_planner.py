@@ -168,6 +168,16 @@ def test_a_machine_for_which_no_context_is_short_enough():
     assert "--local" in caught.value.hint
 
 
+def test_where_int8_is_too_large_int4_is_the_way_out():
+    shape = replace(LLAMA_8B, int4_params=LINEAR)
+    tight = replace(DESKTOP, memory_free=7 * GIB + RUNTIME_BYTES)
+    with pytest.raises(MemoryBudgetError) as caught:
+        plan(tight, shape, settings(context=4096))
+    assert caught.value.hint.startswith("--quantize int4; ")
+    assert "int8" not in caught.value.hint.replace("--kv-dtype int8", "")
+    assert plan(tight, shape, settings(context=4096, quantize="int4")).context == 4096
+
+
 def test_windowed_layers_are_never_sampled():
     chosen = plan(DESKTOP, MISTRAL_7B, settings(mode="lsh"))
     assert chosen.sampled_layers == ()
@@ -291,6 +301,19 @@ def test_experts_of_a_mixture_stay_float32():
     )
 
 
+def test_bytes_of_int4_on_a_cpu():
+    """Rows that are no whole groups, embedding and output layer stay int8: each row with a scale of 2 bytes."""
+    shape = replace(LLAMA_8B, int4_params=6_000_000_000, int4_rows=1_000_000, int8_extra_bytes=5_000_000)
+    chosen = plan(DESKTOP, shape, settings(quantize="int4"))
+    assert chosen.weight_type == "int4"
+    assert chosen.weights_bytes == 6_000_000_000 * 5 // 8 + 2_030_261_248 + 5_000_000 - 2 * 1_000_000
+    assert reserved_host(chosen, 1)[0].formula == (
+        "6,000,000,000 values as int4 + 2,030,261,248 values as int8 + "
+        "3,000,000 B of scales and of what int8 cannot take"
+    )
+    assert "weights int4: as asked, embedding and output layer int8; multiplied as such" in " ".join(chosen.reasons)
+
+
 ON_GPU = replace(DESKTOP, gpus=(Gpu(0, "Some GPU", 24 * GIB, 23 * GIB),))
 LINEAR, ROWS = 6_979_321_856, 1_376_256  # of Llama-3.1-8B: weights of linear layers, and their output rows
 LLAMA_SIZES = replace(LLAMA_8B, linear_params=LINEAR, linear_rows=ROWS, dtype="bfloat16")
@@ -342,7 +365,6 @@ def test_weights_that_were_published_quantized_count_as_their_files():
 @pytest.mark.parametrize(
     ("machine", "shape", "options", "words"),
     [
-        (DESKTOP, LLAMA_8B, {"quantize": "int4"}, "--quantize int4 is for GPUs"),
         (ON_GPU, LLAMA_8B, {"quantize": "int8", "dtype": "float32"}, "--dtype float32 with quantized weights"),
         (ON_GPU, PUBLISHED, {"quantize": "int8"}, r"published quantized \(gptq\)"),
         (DESKTOP, PUBLISHED, {"quantize": "int8"}, r"published quantized \(gptq\)"),

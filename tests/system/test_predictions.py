@@ -22,7 +22,8 @@ from tests.tiny import tiny_model
 GIB = 1 << 30
 SPEEDS = Speeds(
     threads=8, sequential_bytes_s=40e9, gather_bytes_s=20e9, count_ns=1.0, scan_ns=0.7, visit_ns=20.0,
-    product_bytes_s={"float32": 40e9, "bfloat16": 30e9, "int8": 20e9}, operator_us=2.0, prompt_multiply_adds_s=4e11,
+    product_bytes_s={"float32": 40e9, "bfloat16": 30e9, "int8": 20e9, "int4": 10e9}, operator_us=2.0,
+    prompt_multiply_adds_s=4e11,
 )  # fmt: skip
 MEASURED = replace(DESKTOP, speeds=SPEEDS)
 N = 98_304
@@ -153,7 +154,22 @@ def test_experts_are_multiplied_as_float32_whatever_the_others_are():
         assert both - without == pytest.approx(1e3 * rows * used * 4_000_000_000 * 4 / rate)
 
 
-@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
+def test_products_of_int4_are_those_of_blocks_and_of_an_int8_output_layer():
+    """5/8 of a byte per value with scale and minimum; the embedding that is looked up in is not read."""
+    shape = replace(LLAMA_SIZES, int4_params=LINEAR)
+    int4, int8 = (
+        replace(planned(shape, mode="exact"), weight_type=form, speeds=replace(SPEEDS)) for form in ("int4", "int8")
+    )
+    rest = 8_030_261_248 - 128_256 * 4096 - LINEAR
+    difference = predict(int4, 1, 1).stages_ms["other"] - predict(int8, 1, 1).stages_ms["other"]
+    assert difference == pytest.approx(1e3 * (LINEAR * 0.625 / 10e9 + rest / 20e9 - (LINEAR + rest) / 20e9))
+    unknown = replace(SPEEDS, product_bytes_s={"float32": 40e9, "bfloat16": 30e9, "int8": 20e9})
+    found = predict(replace(int4, speeds=unknown), 1, 1)
+    assert found.missing == ("products of int4 weights, which were not measured",)
+    assert found.ms_per_token is None
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "int4"])
 def test_products_of_a_batch_never_take_less_than_of_one_sequence(form):
     chosen = replace(planned(mode="exact"), weight_type=form)
     spent = [predict(chosen, 1, batch).stages_ms["other"] for batch in range(1, 9)]

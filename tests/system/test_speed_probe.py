@@ -166,7 +166,7 @@ def test_look_ups_count_what_they_say_and_visit_no_bucket_twice_before_all_other
 
 
 def test_products_are_those_of_decode(monkeypatch):
-    """Each type of weights goes through the layer that multiplies it in a decode step."""
+    """Each form of weights goes through the layer that multiplies it in a decode step."""
     walk = Walk(filled_buffer(MIN_BUFFER_BYTES))
     seen: list[tuple[torch.dtype, tuple[int, ...]]] = []
     forward = speed_probe.StoredLinear.forward
@@ -179,12 +179,15 @@ def test_products_are_those_of_decode(monkeypatch):
         return out
 
     monkeypatch.setattr(speed_probe.StoredLinear, "forward", spy)
-    types = [torch.float32, torch.bfloat16, torch.int8]
+    types = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "int4": torch.uint8}
     with torch.inference_mode():
-        for dtype in types:
-            assert speed_probe._product(walk, dtype) > 0
+        for form in types:
+            assert speed_probe._product(walk, form) > 0
     share = MIN_BUFFER_BYTES // speed_probe.PRODUCT_PART
-    assert [(dtype, shape[0] * shape[1] * dtype.itemsize) for dtype, shape in seen] == [(t, share) for t in types]
+    assert [dtype for dtype, _ in seen] == list(types.values())
+    *plain, codes = [shape[0] * shape[1] * dtype.itemsize for dtype, shape in seen]
+    assert plain == [share] * 3
+    assert codes * 5 // 4 == pytest.approx(share, rel=0.01)  # beside them a scale and a minimum for 16 bytes
 
 
 def test_this_machine():

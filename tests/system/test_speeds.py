@@ -25,7 +25,7 @@ MACHINE = hardware.Hardware(
 CARD = Gpu(0, "NVIDIA L20", 48 << 30, 40 << 30, 4, 16)
 FOUND = Speeds(
     threads=8, sequential_bytes_s=40e9, gather_bytes_s=25e9, count_ns=1.1, scan_ns=0.7, operator_us=3.0, visit_ns=20.0,
-    product_bytes_s={"float32": 30e9, "bfloat16": 16e9, "int8": 21e9}, prompt_multiply_adds_s=1e11,
+    product_bytes_s={"float32": 30e9, "bfloat16": 16e9, "int8": 21e9, "int4": 18e9}, prompt_multiply_adds_s=1e11,
     buffer_bytes=1 << 30, cache_bytes=64 << 20,
 )  # fmt: skip
 
@@ -153,6 +153,7 @@ def broken(path: Path, change) -> None:
         lambda path: broken(path, lambda content: content["speeds"].update(gather_bytes_s=True)),
         lambda path: broken(path, lambda content: content["speeds"]["product_bytes_s"].pop("int8")),
         lambda path: broken(path, lambda content: content["speeds"]["product_bytes_s"].update(int8=float("inf"))),
+        lambda path: broken(path, lambda content: content["speeds"]["product_bytes_s"].update(int2=1e9)),
         lambda path: broken(path, lambda content: content["speeds"].update(product_bytes_s=7)),
         lambda path: broken(path, lambda content: content["speeds"].update(visit_ns=-1.0)),
         lambda path: broken(path, lambda content: content["speeds"].update(device_to_host_bytes_s=0)),
@@ -169,6 +170,21 @@ def test_a_file_that_is_not_whole_or_not_ours_is_measured_anew(meter, monkeypatc
     assert ask() == FOUND
     assert meter.times == 2
     assert not [path for path in speeds.folder().iterdir() if path.suffix in (".new", ".tmp")]
+
+
+def test_a_file_from_before_int4_is_taken_and_measured_again_when_it_may(meter, monkeypatch):
+    """However often it has been measured; and what knows int4 is kept over what was disturbed less."""
+    ask()
+    broken(kept_file(), lambda content: content["speeds"]["product_bytes_s"].pop("int4"))
+    broken(kept_file(), lambda content: content.update(tries=MAX_TRIES))
+    new_process(monkeypatch)
+    older = ask(announce=None)
+    assert older == replace(FOUND, product_bytes_s={"float32": 30e9, "bfloat16": 16e9, "int8": 21e9})
+    assert meter.times == 1
+    new_process(monkeypatch)
+    meter.results = [disturbed(0.9)]
+    assert ask() == disturbed(0.9)
+    assert meter.times == 2
 
 
 def test_a_damaged_file_is_replaced(meter, monkeypatch):

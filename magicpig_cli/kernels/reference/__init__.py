@@ -11,7 +11,7 @@ from magicpig_cli.kernels.reference.attend import exact_attend, lsh_attend, lsh_
 from magicpig_cli.kernels.reference.block import block_inputs, block_output
 from magicpig_cli.kernels.reference.hashing import hash_queries, hash_rows, pack_projection, project
 from magicpig_cli.kernels.reference.probe import read_rows, read_sequential
-from magicpig_cli.kernels.reference.product import multiply
+from magicpig_cli.kernels.reference.product import multiply, round_int4, widen_int4
 from magicpig_cli.kernels.reference.rows import write_row
 from magicpig_cli.kernels.reference.signature import pack_basis, rabitq_scores, sign_rows
 from magicpig_cli.kernels.reference.tables import join, segment_codes, truncate_segment
@@ -37,8 +37,10 @@ __all__ = [
     "rabitq_scores",
     "read_rows",
     "read_sequential",
+    "round_int4",
     "segment_codes",
     "sign_rows",
     "truncate_segment",
+    "widen_int4",
     "write_row",
 ]
