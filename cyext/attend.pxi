@@ -225,7 +225,7 @@ cdef tuple _merge(const Partial* view, const Shape* shape, int64_t pieces, int t
     """Output float32 [B, H, D], LSE and estimated error float32 [B, H], sampled int64 [B, H]."""
     cdef int64_t heads = shape.B * shape.H
     all_out = np.zeros((shape.B, shape.H, shape.D), dtype=np.float32)
-    all_lse = np.full((shape.B, shape.H), -np.inf, dtype=np.float32)
+    all_lse = np.empty((shape.B, shape.H), dtype=np.float32)
     all_error = np.zeros((shape.B, shape.H), dtype=np.float32)
     all_sampled = np.zeros((shape.B, shape.H), dtype=np.int64)
     cdef float[:, :, ::1] out = all_out
@@ -257,6 +257,7 @@ cdef void _merge_head(const void* work, int64_t item, int worker) noexcept nogil
     cdef int64_t group = item // shape.G, g = item % shape.G, i, at
     cdef float top = -INFINITY, total = 0, weight
     cdef int d
+    lse[0] = -INFINITY
     for i in range(view.first[group], view.first[group + 1]):
         top = max(top, view.top[i * shape.G + g])
         sampled[0] += view.sampled[i * shape.G + g]

@@ -103,7 +103,7 @@ cdef struct Unit:
     uint64_t* bits      # [G][words]; NULL where only scores are asked for
     const uint64_t* tail  # [G][words]: the uniform tail's, where it was drawn before; NULL: in `bits`
     int64_t tail_step   # words to the next head's; 0 where heads have the same
-    double* shares      # [G]: of rows, for the threshold
+    const double* shares      # [G]: of rows, for the threshold
 
 
 cdef struct SignedItem:
@@ -323,7 +323,8 @@ cdef void _take_item(const void* work, int64_t at, int worker) noexcept nogil:
     job.times[worker * 8] += now_ns() - began
 
 
-cdef Parts _signed_parts(Signed signed, groups, Tables sources, const double[:, ::1] rates, double[:, ::1] shares):
+cdef Parts _signed_parts(Signed signed, groups, Tables sources, const double[:, ::1] rates,
+                         const double[:, ::1] shares):
     """One part for each sequence: all rows that have signatures."""
     cdef Parts parts = Parts(len(groups))
     cdef Part* part

@@ -238,17 +238,16 @@ class Attention:
             table.setdefault(layer, [0] * count)
         for told in (record.squares, record.budgets):
             told.setdefault(layer, [None] * count)
-        record.sampled[layer][b] = int(found.sampled[b].sum())
+        record.sampled[layer][b] = sum(found.sampled[b].tolist())  # of few numbers: NumPy takes longer to begin
         record.offloaded[layer][b] = covered * found.sampled.shape[1]
         if found.budget is not None:
-            record.budgets[layer][b] = float(found.budget[b].sum(dtype=np.float64)) / found.budget.shape[1]
+            record.budgets[layer][b] = sum(found.budget[b].tolist()) / found.budget.shape[1]
 
     def _note_error(
         self, layer: int, count: int, b: int, index: Index, error: np.ndarray, record: StepRecorder
     ) -> None:  # fmt: skip
         """Record the estimated relative error [H] of sequence b."""
-        wide = error.astype(np.float64)
-        record.squares.setdefault(layer, [None] * count)[b] = float(wide @ wide) / len(wide)
+        record.squares.setdefault(layer, [None] * count)[b] = sum(e * e for e in error.tolist()) / len(error)
         record.lessons.append((index, error))
 
     def _measure(

@@ -115,9 +115,8 @@ class RabitqSampler:
         exact: list[list[Run]] | None = None, sampled: SequenceOf[bool] | None = None,
         computed: SequenceOf[torch.Tensor] = (),
     ) -> Estimate:  # fmt: skip
-        groups, budgets = [], np.full(q.shape[:2], self.budget, dtype=np.float32)
-        if layer in self._head_budgets:
-            budgets[:] = self._head_budgets[layer]
+        groups, budgets = [], np.empty(q.shape[:2], dtype=np.float32)
+        budgets[:] = self._head_budgets.get(layer, self.budget)
         for b, cache in enumerate(caches):
             if sampled is None or sampled[b]:
                 assert isinstance(cache.index, SignatureIndex), "sampling needs an index"

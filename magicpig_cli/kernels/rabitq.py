@@ -13,6 +13,7 @@ of the look-up tables, f²·(B/4)·step²/12, and of the scores, unit²/4.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -93,16 +94,23 @@ def _want_budget(q: np.ndarray, budget: np.ndarray, tail: float, key: tuple[int,
     """Rates of the uniform tail, and the shares that thresholds take: float64 [B, H]."""
     want_queries(q, None, None)
     want_array("budget", budget, np.float32, "B, H", q.shape[:2])
-    most = float(budget.max(initial=0))
-    if budget.size and not (budget.min() > 0 and most <= 1):
-        raise ValueError(f"budget: want more than 0, at most 1, got {budget.min()} to {most}")
     want_tail("tail", tail, key)
-    wanted = budget.astype(np.float64)
+    return _rates_and_shares(budget.tobytes(), budget.shape, tail)
+
+
+@lru_cache(maxsize=256)
+def _rates_and_shares(budget: bytes, shape: tuple[int, ...], tail: float) -> tuple[np.ndarray, np.ndarray]:
+    """Of the float32 budgets in these bytes: most layers and steps have the same ones."""
+    wanted = np.frombuffer(budget, dtype=np.float32).astype(np.float64).reshape(shape)
+    most = float(wanted.max(initial=0))
+    if wanted.size and not (wanted.min() > 0 and most <= 1):
+        raise ValueError(f"budget: want more than 0, at most 1, got {wanted.min()} to {most}")
     rates = tail * wanted
     with np.errstate(invalid="ignore"):  # budget and tail both 1
         shares = (wanted - rates) / (1 - rates)
     if most == 1:
         rates[wanted == 1] = shares[wanted == 1] = 1
+    rates.flags.writeable = shares.flags.writeable = False  # others will be given them
     return rates, shares
 
 
