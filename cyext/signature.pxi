@@ -367,8 +367,9 @@ cdef _draw_tails(Signed signed, Parts parts, groups, const double[:, ::1] rates,
     for b, group in enumerate(groups):
         if wanted[b] is None:
             continue
-        heads = H if len(wanted[b]) > 3 else Hkv
-        again = heads == Hkv or wanted[b] in group.draws
+        even = len(wanted[b]) == len(key) + 1
+        heads = Hkv if even else H
+        again = even or wanted[b] in group.draws
         group.draws.clear()
         group.draws[wanted[b]] = None
         if again:

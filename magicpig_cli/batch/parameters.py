@@ -20,6 +20,7 @@ from magicpig_cli.planner import Plan
 _DECIDE_NOTHING = frozenset({"device", "offline", "trust_remote_code", "threads", "ordered"})
 _OPTION_NAMES = {"mode": "attention", "K": "K", "L": "L"}  # where an option is not called like its field
 _ADOPTED = ("K", "L", "budget", "tail", "bits", "target_error", "sink", "local", "dense_layers")
+_OF_PROFILES = frozenset({"head_shares", "auto_lsh_from"})  # which no option sets
 _SHOWN = 40  # characters of a value in a message
 
 
@@ -37,6 +38,9 @@ def chosen(plan: Plan) -> dict[str, Any]:
         values |= {name: value for name, value in plan.sampler_options.items() if value}
         values |= {name: getattr(plan, name) for name in ("sink", "local", "auto_lsh_from")}
         values["dense_layers"] = list(plan.dense_layers)
+    if plan.sampler == "rabitq" and plan.signatures.uneven:
+        shares = json.dumps(sorted(plan.head_shares.items()))
+        values["head_shares"] = hashlib.blake2b(shares.encode(), digest_size=8).hexdigest()
     return values
 
 
@@ -93,6 +97,8 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def _option(name: str) -> str:
     last = name.rpartition(".")[2]
+    if last in _OF_PROFILES:
+        return f"{last} of the profile"
     last = _OPTION_NAMES.get(last, last).replace("_", "-")
     return f"-{last}" if len(last) == 1 else f"--{last}"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
@@ -17,7 +18,7 @@ from magicpig_cli.attention.attention import Attention
 from magicpig_cli.attention.base import LogitRule, StepRecorder
 from magicpig_cli.cache.device import Device
 from magicpig_cli.cache.layer import LayerCache
-from magicpig_cli.cache.store import TORCH_DTYPE
+from magicpig_cli.cache.store import TORCH_DTYPE, as_array
 from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.kernels import window_type
 from magicpig_cli.model.shape import ModelShape
@@ -36,6 +37,14 @@ class _OnDevice(Attention):
             self._take(caches, key, value)
             outs = [_attend(query, cache.window.valid, rule.scale) for query, cache in zip(q, caches, strict=True)]
         return torch.stack(outs).unsqueeze(1)
+
+    def step_here(
+        self, layer: int, caches: SequenceOf[LayerCache], sampled: SequenceOf[bool], q: np.ndarray,
+        key: np.ndarray, value: np.ndarray, rule: LogitRule, record: StepRecorder,
+    ) -> np.ndarray:  # fmt: skip
+        """Of blocks that the kernels compute, where the device is a CPU."""
+        asked, k, v = (torch.from_numpy(part).unsqueeze(2) for part in (q, key, value))
+        return as_array(self.step(layer, caches, sampled, asked, k, v, rule, record)[:, 0].contiguous())
 
 
 def _attend(q: torch.Tensor, rows: torch.Tensor, scale: float) -> torch.Tensor:

@@ -81,7 +81,7 @@ class Window:
         self.used += 1
 
     def append_here(self, key: np.ndarray, value: np.ndarray) -> None:
-        """The same of a window in host memory, key and value float32: by the kernels, in a tenth of the time."""
+        """The same of a window in host memory, key and value float32: by the kernels, in a fifth of the time."""
         assert self.table is not None
         kernels.write_row(self.table, self.used, key, value)
         self.used += 1

@@ -51,9 +51,9 @@ def large_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 class Arena:
-    """Arrays one behind the other, kept for as long as the program: most weights of a small model are shorter than a
-    huge page. Small pages cost a walk through the page tables every 4 KiB, in a virtual machine a walk through two
-    (docs/decisions/005)."""
+    """Arrays one behind the other, in pieces that live as long as any array in them: most weights of a small model are
+    shorter than a huge page. Small pages cost a walk through the page tables every 4 KiB, in a virtual machine a walk
+    through two (docs/decisions/005)."""
 
     _ALIGNMENT = 64  # bytes: a cache line
     _PIECE = 64 << 20  # bytes asked for at once; what is not written to is not committed
@@ -64,8 +64,11 @@ class Arena:
     def array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """An array whose contents are not defined. Raises MemoryError."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if size >= self._PIECE:
+            alone: np.ndarray = aligned_bytes(size).view(dtype).reshape(shape)
+            return alone
         if len(self._free) < size:
-            self._free = aligned_bytes(max(size, self._PIECE))
+            self._free = aligned_bytes(self._PIECE)
         taken, self._free = self._free[:size], self._free[size + -size % self._ALIGNMENT :]
         array: np.ndarray = taken.view(dtype).reshape(shape)
         return array

@@ -52,7 +52,7 @@ def hold(model: PreTrainedModel, form: Form, report: Report = ignore) -> None:
         made = held if weight is shared else made
         model.set_submodule(name, _holder(module, held, products, few_rows=module is output))
     embedding = model.get_input_embeddings()
-    if made is not None and embedding.weight is shared:  # float32: an embedding is as it should be
+    if form == "float32" and made is not None and embedding.weight is shared:  # the embedding is as it should be
         embedding.weight = made.weight
     report(LoadProgress(f"storing weights as {form}", len(names), len(names)))
     _join_same_input(model)

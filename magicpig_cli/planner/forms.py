@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from magicpig_cli.config import ModelOptions
+from magicpig_cli.kernels import INT4_GROUP
 from magicpig_cli.model.shape import ModelShape, read_dtype
 
 WeightType = str  # float32, bfloat16, int8, int4, or the method by which they were published quantized
 
 WEIGHT_BYTES: dict[WeightType, float] = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5}
-HOST_BYTES = WEIGHT_BYTES | {"int4": 0.625}  # on a CPU: 32 values share a float16 scale and a float16 minimum
+HOST_BYTES = WEIGHT_BYTES | {"int4": 0.5 + 4 / INT4_GROUP}  # a group shares a scale and a minimum, both float16
 ENDS: dict[WeightType, WeightType] = {"int4": "int8"}  # form of embedding and output layer there, where it is another
 PLAIN: WeightType = "bfloat16"  # of what is not quantized, on a GPU
 # On a GPU only the linear layers of the blocks are quantized. int8 (torchao) has a float32 scale and an int8 zero point

@@ -26,7 +26,7 @@ SEGMENT_BYTES = 64 * (64 << 10)
 # Per lane: scratch of products (32 MiB on Hopper, less elsewhere), and torch's rounding up of one large and one small
 # piece of memory (20 and 2 MiB).
 LANE_BYTES = (32 + 20 + 2) << 20
-CAST_BYTES = 16 << 20  # buffer in which stored weights become float32 while a prompt is read (model/linear.py)
+CAST_BYTES = 16 << 20  # buffer in which stored weights become float32 while a prompt is read (model/stored.py)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,9 +50,14 @@ class BudgetCandidate:
         return signing_plan(plan, self.budget, self.head_shares)
 
 
+def most(plan: Plan) -> Plan:
+    """The plan of signatures that takes most: whatever the shares of heads will be, each keeps a draw of its own."""
+    return signing_plan(plan, BUDGETS[0], dict.fromkeys(plan.shape.full_layers, (1.0,) * plan.shape.heads))
+
+
 def fits(plan: Plan, context: int, goal: Goal) -> bool:
     """Whether rows and signatures of one sequence of the context have room."""
-    signing, limit = signing_plan(plan, BUDGETS[0]), goal.memory_bytes
+    signing, limit = most(plan), goal.memory_bytes
     small = limit is None or signing.index_bytes(context) <= limit
     return small and signing.sequence_bytes(context) <= signing.budget_bytes
 
@@ -76,7 +81,7 @@ class BudgetSearch:
     def candidate(self, budget: float) -> BudgetCandidate:
         """Error and ratio lie on straight lines between those of BUDGETS, on logarithmic scales."""
         error, ratio = self._predicted(budget)
-        plan, sampled = signing_plan(self.plan, budget), tuple(self.layers)
+        plan, sampled = signing_plan(self.plan, budget, self.shares), tuple(self.layers)
         exact_ms = self.cost.base_ms + (plan.shape.layers - len(sampled)) * self.cost.exact_layer_ms
         measured = self.measured.get(budget)
         return BudgetCandidate(

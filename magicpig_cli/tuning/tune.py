@@ -16,13 +16,13 @@ from magicpig_cli.hardware import Speeds
 from magicpig_cli.planner import Plan
 from magicpig_cli.tuning import kept
 from magicpig_cli.tuning.angles import Angles, measure_angles
-from magicpig_cli.tuning.budgets import BudgetCandidate, BudgetSearch, fits
+from magicpig_cli.tuning.budgets import BudgetCandidate, BudgetSearch, fits, most
 from magicpig_cli.tuning.capture import STEPS, Capture, baseline, capture
 from magicpig_cli.tuning.cost import CostModel
 from magicpig_cli.tuning.grid import Grid
 from magicpig_cli.tuning.search import Candidate, Goal, Search, Size, fitting, pareto
 from magicpig_cli.tuning.signatures import BUDGETS, SignatureQuality, measure_signatures, squared_errors
-from magicpig_cli.tuning.steps import TIMED_STEPS, signing_plan
+from magicpig_cli.tuning.steps import TIMED_STEPS
 from magicpig_cli.tuning.text import Texts
 from magicpig_cli.tuning.trial import AnyCandidate, Key, Measured, Notice, Trial, key_of, replayed
 from magicpig_cli.tuning.verify import LayerQuality, Quality, Replay
@@ -118,7 +118,7 @@ def _fitting(plan: Plan, context: int, goal: Goal, grid: Grid) -> tuple[dict[Siz
         return fitting(plan, context, goal, grid), None
     except MemoryBudgetError as problem:
         if not fits(plan, context, goal):
-            need = format_bytes(signing_plan(plan, BUDGETS[0]).index_bytes(context))
+            need = format_bytes(most(plan).index_bytes(context))
             raise MemoryBudgetError(f"{problem.message}; signatures need {need}", problem.hint) from None
         return {}, problem.message
 

@@ -15,6 +15,7 @@ import io
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
@@ -213,7 +214,8 @@ class PanelView(View):
             yield
         finally:
             self._busy = before
-            if self._to_stop is not None and not before:
+            # Lines come from other threads too, and only the main one may change what a signal does.
+            if self._to_stop is not None and not before and threading.current_thread() is threading.main_thread():
                 self._stop(self._to_stop)
 
     def _on_resize(self, _signal: int, _frame: FrameType | None) -> None:

@@ -419,6 +419,20 @@ def test_tables_are_those_of_the_run_before(desk):
     assert (attention.K, attention.L, attention.dense_layers) == (9, 120, (0, 1))
 
 
+def test_shares_of_heads_that_were_measured_since_are_refused(desk):
+    """`tune-kl` may have written a profile in between, which is picked by itself."""
+    desk.plan = replace(desk.plan, mode="rabitq")
+    desk.write({"prompt": "x"})
+    desk.run()
+    heads = desk.plan.shape.heads
+    desk.plan = replace(desk.plan, head_shares={1: tuple(0.5 + head % 2 for head in range(heads))})
+    with pytest.raises(UsageError, match="head_shares of the profile was not given and is"):
+        desk.run(resume=True)
+    desk.plan = replace(desk.plan, head_shares={})
+    desk.run(resume=True)
+    assert desk.loaded == 1
+
+
 @pytest.mark.parametrize("manifest", [None, b"", b"{}", b"[]", b'{"parameters": 1, "chosen": {}}', b"\xff"])
 def test_an_output_of_something_else_is_left_alone(desk, manifest):
     desk.write({"prompt": "x"})

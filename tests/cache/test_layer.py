@@ -42,8 +42,11 @@ def held(cache: LayerCache) -> torch.Tensor:
 def feed(cache: LayerCache, start: int, stop: int, one_by_one: bool, dtype: str = "float32") -> None:
     if one_by_one:
         for position in range(start, stop):
-            row = rows(position, position + 1, dtype)[:, 0].float()
-            cache.append_here(*(part.contiguous().numpy() for part in row.unbind(dim=1)))
+            row = rows(position, position + 1, dtype)[:, 0]
+            if position % 2:  # as beside a device
+                cache.append_one(*row.unbind(dim=1))
+            else:
+                cache.append_here(*(part.contiguous().numpy() for part in row.float().unbind(dim=1)))
     else:
         cache.extend(rows(start, stop, dtype))
 
@@ -150,6 +153,7 @@ STEPS_OF_A_CHANGE = [
     (RowStore, "append_from"),
     (RowStore, "truncate"),
     (Window, "append_here"),
+    (Window, "append_one"),
     (Window, "replace"),
     (kernels.RowTable, "append_block"),
 ]

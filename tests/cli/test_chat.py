@@ -178,7 +178,7 @@ def test_a_session_keeps_what_was_answered_when_it_is_ended(scripted, signalled)
     (path,) = chat.home.rglob("work.json")
     asked, answered = json.loads(path.read_text())["messages"]
     assert (asked["role"], asked["content"], answered["role"]) == ("user", "go", "assistant")
-    assert "word".startswith(answered["content"][:4])
+    assert answered["content"].startswith("word")
 
 
 def test_ctrl_d_leaves_with_0(scripted):

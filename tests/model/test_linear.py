@@ -304,6 +304,21 @@ def test_tied_weights_stay_tied(form, tied):
 
 
 @pytest.mark.parametrize("form", ROUNDED)
+def test_an_embedding_of_an_unknown_class_keeps_its_own_weight(form):
+    """Its code knows nothing of integers and scales, even where the output layer was tied to it."""
+
+    class Embedding(nn.Embedding):
+        pass
+
+    model = tiny_model("llama", tie_word_embeddings=True)
+    model.model.embed_tokens.__class__ = Embedding
+    before = model.get_input_embeddings().weight.clone()
+    linear.hold(model, form)
+    assert type(model.get_input_embeddings()) is Embedding
+    assert torch.equal(model.get_input_embeddings().weight, before)
+
+
+@pytest.mark.parametrize("form", ROUNDED)
 def test_embedding_gives_float32_rows_of_what_is_held(form):
     model = held_model("gemma3_text", form)
     embedding = model.get_input_embeddings()

@@ -173,7 +173,7 @@ class Chat:
         )
 
     def _stream(self, ids: list[int], sequence: Sequence, *observers: Callable[[Event], None]) -> Finished:
-        self.sequence = sequence
+        self.sequence, self._so_far = sequence, []
         request = self.engine.request("chat", ids, self.settings.generation, sequence)
         self.totals.begin()
 
