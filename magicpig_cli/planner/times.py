@@ -33,7 +33,7 @@ SAMPLED_MULTIPLY_ADDS = 4  # per value of a sampled row: q·k, |k−μ|, p·V, a
 
 # Time of a product with B rows over that with one: max(1, fixed + B · slope). Decision 007, int4 020.
 BATCH_COST: dict[WeightType, tuple[float, float]] = {
-    "float32": (0.85, 0.08), "bfloat16": (0.8, 0.115), "int8": (0.7, 0.185), "int4": (0.8, 0.22),
+    "float32": (0.85, 0.08), "bfloat16": (0.8, 0.115), "int8": (0.7, 0.185), "int4": (0.79, 0.21),
 }  # fmt: skip
 EXPERT_COST = (0.55, 0.45)  # of torch's float32 product: three CPUs of EVIDENCE.md section 3, decisions 005 and 007
 EXPERT_MOST = 2.8  # from about 4 rows on MKL multiplies blocks, and the time does not grow up to 16

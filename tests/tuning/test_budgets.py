@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from magicpig_cli.tuning.budgets import BudgetSearch, fits
+from magicpig_cli.tuning.budgets import BudgetSearch, fits, most
 from magicpig_cli.tuning.cost import CostModel
 from magicpig_cli.tuning.search import Goal
 from magicpig_cli.tuning.signatures import BUDGETS, SignatureQuality
@@ -62,6 +60,6 @@ def test_a_ratio_is_the_budget_rounded_down(engine):
 
 
 def test_a_limit_of_memory_that_signatures_exceed(engine):
-    need = replace(engine.plan, mode="rabitq").index_bytes(CONTEXT)
+    need = most(engine.plan).index_bytes(CONTEXT)
     assert fits(engine.plan, CONTEXT, Goal(error=0.1, ratio=None, memory_bytes=need))
     assert not fits(engine.plan, CONTEXT, Goal(error=0.1, ratio=None, memory_bytes=need - 1))
