@@ -117,8 +117,7 @@ class Attention:
             if record.errors is not None:
                 self._measure(caches, sampled, torch.from_numpy(q), found.partial, rule, record)
             return found.out
-        for b, cache in enumerate(caches):
-            cache.append_here(key[b], value[b])
+        self._take_here(caches, key, value)
         began = time.perf_counter_ns()
         runs = [cache.runs() for cache in caches]
         done = kernels.exact_attend(q, runs, scale=rule.scale, softcap=rule.softcap, threads=self._threads)
@@ -152,6 +151,11 @@ class Attention:
         for b, cache in enumerate(caches):
             cache.append_one(keys[b], values[b])
 
+    def _take_here(self, caches: SequenceOf[LayerCache], key: np.ndarray, value: np.ndarray) -> None:
+        """The same in host memory, rotated already: key and value float32 [B, Hkv, D]."""
+        for b, cache in enumerate(caches):
+            cache.append_here(key[b], value[b])
+
     def _step_index(self, layer: int, cache: LayerCache) -> int:
         """What a decode step does for the index; how many rows it samples from. The mean stays as it is.
 
@@ -169,8 +173,7 @@ class Attention:
         """Exact parts and samples of all sequences in one call of the kernels, which read the windows too."""
         assert self._sampler is not None
         store_from = [self._step_index(layer, c) if s else 0 for c, s in zip(caches, sampled, strict=True)]
-        for b, cache in enumerate(caches):
-            cache.append_here(key[b], value[b])
+        self._take_here(caches, key, value)
         runs = [cache.runs(start) for cache, start in zip(caches, store_from, strict=True)]
         found = self._sampler.attend(layer, q, list(caches), rule, record, runs, sampled)
         for b in (b for b, flag in enumerate(sampled) if flag):

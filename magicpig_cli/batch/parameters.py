@@ -38,8 +38,8 @@ def chosen(plan: Plan) -> dict[str, Any]:
         values |= {name: value for name, value in plan.sampler_options.items() if value}
         values |= {name: getattr(plan, name) for name in ("sink", "local", "auto_lsh_from")}
         values["dense_layers"] = list(plan.dense_layers)
-    if plan.sampler == "rabitq" and plan.signatures.uneven:
-        shares = json.dumps(sorted(plan.head_shares.items()))
+    if plan.deciding_shares:
+        shares = json.dumps(sorted(plan.deciding_shares.items()))
         values["head_shares"] = hashlib.blake2b(shares.encode(), digest_size=8).hexdigest()
     return values
 

@@ -133,7 +133,7 @@ class Evaluation:
     def _about(self, job: Job, unit: Unit) -> dict[str, Any]:
         """What decides a unit's outcome beside the unit itself."""
         engine, plan = self._engine, self._request.plans.get(unit.mode)
-        uneven = plan is not None and plan.sampler == "rabitq" and plan.signatures.uneven
+        shares = {} if plan is None else dict(plan.deciding_shares)
         options = asdict(engine.settings.attention)
         del options["mode"], options["hash_seed"]
         return {
@@ -143,7 +143,7 @@ class Evaluation:
             "window": (engine.plan.sink, engine.plan.local, engine.plan.flush),
             "dense_layers": None if unit.mode.name == EXACT else engine.plan.dense_layers,
             "sampler": None if plan is None else (sampler_of(plan, unit.hash_seed), options),
-            **({"head_shares": dict(plan.head_shares)} if plan is not None and uneven else {}),
+            **({"head_shares": shares} if shares else {}),
             "text": None if job.text is None else job.text.digest,
             "seed": None if job.task == CONTINUATION else self._request.seed,
             "positions": self._request.positions if job.task == CONTINUATION else None,

@@ -5,6 +5,7 @@ Two ways to compute a step are the same if both give attention the same and make
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,14 +31,15 @@ class Attended:
         return (self.q + (self.k - self.v).repeat_interleave(group, dim=1)).transpose(1, 2)
 
 
-class StandIn:
+class StandIn(ABC):
     """Something in attention's place that works on tensors."""
 
+    @abstractmethod
     def attend(
         self, layer: int, window: int | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         rule: LogitRule,
     ) -> torch.Tensor:  # fmt: skip
-        raise NotImplementedError
+        """query [B, H, T, D], key and value [B, Hkv, T, D] → [B, T, H, D]."""
 
     def attend_here(
         self, layer: int, window: int | None, q: np.ndarray, k: np.ndarray, v: np.ndarray, rule: LogitRule

@@ -92,6 +92,11 @@ class Plan:
         return SignaturesPlan(self.budget, self.bits, self.tail_of("rabitq"), self.target_error, uneven)
 
     @property
+    def deciding_shares(self) -> Mapping[int, tuple[float, ...]]:
+        """`head_shares` where they decide what this plan samples, else none."""
+        return self.head_shares if self.sampler == "rabitq" and self.signatures.uneven else {}
+
+    @property
     def _sampling(self) -> SamplerPlan:
         """What this plan samples with; tables where it does not, as with no layer they take nothing."""
         return self.signatures if self.sampler == "rabitq" else self.tables
