@@ -103,6 +103,9 @@ static inline float scale_at(const char *half, int head_dim) {
     return scale;
 }
 
+/* The upper half of a finite or infinite float's bits, rounded to nearest even. */
+static inline uint16_t nearest_bf16(uint32_t bits) { return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16); }
+
 /* K or V of a row from float32 values: as they are, or rounded to bfloat16, to nearest even. */
 static inline void store_values(const float *x, int head_dim, int type, char *half) {
     if (type == FLOAT32) {
@@ -113,7 +116,7 @@ static inline void store_values(const float *x, int head_dim, int type, char *ha
         uint32_t bits;
         memcpy(&bits, x + d, 4);
         const int is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-        const uint16_t upper = is_nan ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+        const uint16_t upper = is_nan ? 0x7fc0 : nearest_bf16(bits);
         memcpy(half + 2 * d, &upper, 2);
     }
 }

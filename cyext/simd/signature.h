@@ -30,7 +30,7 @@ static inline uint16_t float_to_bf16(float x) { /* to nearest even; what is not 
     uint32_t bits;
     memcpy(&bits, &x, 4);
     if ((bits & 0x7f800000u) == 0x7f800000u) return 0;
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    return nearest_bf16(bits);
 }
 
 static inline void widen_row(row_t row, int D, int type, float *out) {

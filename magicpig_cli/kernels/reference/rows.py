@@ -19,7 +19,11 @@ def write_row(table: RowTable, row: int, key: np.ndarray, value: np.ndarray) -> 
 
 def _rounded(values: np.ndarray) -> np.ndarray:
     """float32 → bits of bfloat16, to nearest even."""
+    return np.where(np.isnan(values), np.uint16(0x7FC0), nearest_bfloat16(values))
+
+
+def nearest_bfloat16(values: np.ndarray) -> np.ndarray:
+    """The same of finite or infinite numbers."""
     bits = values.view(np.uint32)
-    upper = ((bits.astype(np.uint64) + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-    upper[np.isnan(values)] = 0x7FC0
+    upper: np.ndarray = ((bits.astype(np.uint64) + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
     return upper

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from magicpig_cli.kernels.reference.rows import nearest_bfloat16
 from magicpig_cli.kernels.rows import widen
 from magicpig_cli.kernels.signature_shape import SIGNATURE_GROUP, SIGNATURE_ROWS, Z_HIGH, Z_LOW, rotation_share
 
@@ -28,8 +29,7 @@ def pack_basis(matrix: np.ndarray) -> np.ndarray:
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
     """bfloat16 bits of finite numbers, rounded to nearest even; what is not finite becomes 0."""
-    bits = np.where(np.isfinite(x), x, 0).astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return nearest_bfloat16(np.where(np.isfinite(x), x, 0).astype(np.float32))
 
 
 def sign_rows(
