@@ -21,10 +21,12 @@ from magicpig_cli.planner.steps import StepTime, Term, exact_keys
 # Rapids, D = 64, 3 heads per group) and 2.0 (Genoa, D = 128, 4 heads).
 MULTIPLY_ADDS_PER_BYTE = 1.6
 # What a step does beside products and kernels, in the time of so many small operators of torch called from Python:
-# Fitted at 32k tokens, where rows have just streamed through the caches; at 2k it is half (docs/decisions/019).
-LAYER_OPERATORS = (160, 47)  # norms, rotary embedding, activations, modules; and for each sequence its cache
-SAMPLED_OPERATORS = (60, 11)  # of a sampled layer beside that, a piece of maintenance of the index included
-CALL_OPERATORS = 40  # a call of the attention kernel: checks, pieces, and sharing them out
+# once in a layer, and for each sequence. Fitted at 2k, 8k and 32k (docs/decisions/007).
+LAYER_OPERATORS = (43, 2)  # norms, rotary embedding, activations, modules; and its cache
+SAMPLED_OPERATORS = (18, 8)  # of a sampled layer beside that, a piece of maintenance of the index included
+EXACT_CALL = (20, 0)  # of the attention kernel: checks, pieces, and sharing them out
+SAMPLED_CALL = (22, 12)
+AFTERMATH = 0.25  # of what reading a layer's rows takes, everything after it takes longer: the caches hold nothing else
 SCAN_BITS = 128  # of the signatures whose scan was measured
 HASH_OPERATORS = 14  # a call of the hash kernel, which is shorter
 VISIT_SKEW = 1.7  # ids visited over those of uniform buckets: 1.4–2.0 on real keys (EVIDENCE.md section 1)
@@ -79,31 +81,46 @@ def step_time(plan: Plan, tokens: int, batch: int, sampled_ratio: float) -> Step
     terms.append(_operators(plan, rates, batch, sampled))
     if plan.gpu is not None:
         return device_times.with_gpu(terms, plan, plan.speeds, tokens, batch, sampled)
-    terms.append(_dense(plan, rates, tokens, batch, sampled))
+    terms += _dense(plan, rates, tokens, batch, sampled)
     if plan.weight_type not in rates.products:  # published so, or measured by a version that did not know them
         return StepTime(tuple(terms), missing=(f"products of {plan.weight_type} weights, which were not measured",))
     return StepTime((*terms, *_products(plan, rates, batch)))
 
 
-def _dense(plan: Plan, rates: Rates, tokens: int, batch: int, sampled: int) -> Term:
+def _dense(plan: Plan, rates: Rates, tokens: int, batch: int, sampled: int) -> Iterator[Term]:
     """Exact attention on the CPU: every row in sight is read, and multiplied by each head of the group."""
     rows = batch * plan.shape.kv_heads * exact_keys(plan, tokens, sampled)
     layers = plan.shape.layers - sampled
-    call = CALL_OPERATORS * rates.operator_s
-    return Term("dense", _exact_rows_s(plan, rates, rows) + layers * call, f"{layers} layers: {rows:,} rows")
+    call = _operators_s(EXACT_CALL, batch, rates)
+    yield Term("dense", _exact_rows_s(plan, rates, rows) + layers * call, f"{layers} layers: {rows:,} rows")
+    yield _after(rows * _reading_s(plan, rates), "rows in order")
+
+
+def _reading_s(plan: Plan, rates: Rates) -> float:
+    """Of a row in order."""
+    return row_bytes(plan.shape.head_dim, plan.row_dtype) / rates.sequential
 
 
 def _exact_rows_s(plan: Plan, rates: Rates, rows: float) -> float:
     group, dim = plan.shape.heads / plan.shape.kv_heads, plan.shape.head_dim
-    reading = row_bytes(dim, plan.row_dtype) / rates.sequential
-    return rows * (reading + 2 * group * dim / rates.multiply_adds)
+    return rows * (_reading_s(plan, rates) + 2 * group * dim / rates.multiply_adds)
+
+
+def _after(reading_s: float, what: str) -> Term:
+    return Term("other", AFTERMATH * reading_s, f"{AFTERMATH} × {1e3 * reading_s:.1f} ms of reading {what}")
+
+
+def _operators_s(counts: tuple[int, int], batch: int, rates: Rates) -> float:
+    """Of what takes so many operators, and for each sequence so many more."""
+    once, each = counts
+    return (once + batch * each) * rates.operator_s
 
 
 def _sampled(plan: Plan, rates: Rates, tokens: int, batch: int, ratio: float, layers: int) -> Iterator[Term]:
     """All sampled layers: finding the keys, and the rows that any head of a group has sampled."""
     shape, keys = plan.shape, plan.indexed_keys(tokens)
     heads, dim, group = batch * shape.heads, shape.head_dim, shape.heads / shape.kv_heads
-    for find in _FINDING[str(plan.sampler)](plan, rates, keys, heads):
+    for find in _FINDING[str(plan.sampler)](plan, rates, keys, batch):
         yield replace(find, seconds=layers * find.seconds, formula=f"{layers} layers × {find.formula}")
     each = row_bytes(dim, plan.row_dtype)
     union = keys * (1 - (1 - ratio) ** (group**GROUP_POWER))
@@ -115,12 +132,15 @@ def _sampled(plan: Plan, rates: Rates, tokens: int, batch: int, ratio: float, la
         f"{heads * ratio * keys:,.0f} sampled × {SAMPLED_MULTIPLY_ADDS * dim} multiply-adds / "
         f"{rates.multiply_adds / 1e9:.0f} G/s + a call)"
     )
-    yield Term("attend", layers * (CALL_OPERATORS * rates.operator_s + gathered + multiplied + near), words)
+    call = _operators_s(SAMPLED_CALL, batch, rates)
+    yield Term("attend", layers * (call + gathered + multiplied + near), words)
+    if plan.gpu is None:  # there the rest of the layer is the GPU's
+        yield _after(layers * gathered, "sampled rows")
 
 
-def _look_up(plan: Plan, rates: Rates, keys: int, heads: int) -> Iterator[Term]:
+def _look_up(plan: Plan, rates: Rates, keys: int, batch: int) -> Iterator[Term]:
     """lsh: codes of the queries, and the buckets that they name."""
-    dim, signs = plan.shape.head_dim, plan.K * plan.L
+    heads, dim, signs = batch * plan.shape.heads, plan.shape.head_dim, plan.K * plan.L
     ids = plan.L * keys / (1 << plan.K) * VISIT_SKEW
     if plan.gpu is None:  # a GPU hashes itself, in a few of its launches
         hash_call = HASH_OPERATORS * rates.operator_s
@@ -133,14 +153,16 @@ def _look_up(plan: Plan, rates: Rates, keys: int, heads: int) -> Iterator[Term]:
     )  # fmt: skip
 
 
-def _scan(plan: Plan, rates: Rates, keys: int, heads: int) -> Iterator[Term]:
-    """rabitq: rotations of the queries, and the signatures of all keys."""
-    dim = plan.shape.head_dim
+def _scan(plan: Plan, rates: Rates, keys: int, batch: int) -> Iterator[Term]:
+    """rabitq: rotations of the queries, and the signatures of all keys, which nobody has read since the last step."""
+    heads, dim = batch * plan.shape.heads, plan.shape.head_dim
     rotated = dim * plan.bits * 4 / rates.sequential + heads * dim * plan.bits / rates.multiply_adds
     one_s = rates.scan_s * plan.bits / SCAN_BITS
+    signatures = batch * plan.shape.kv_heads * keys * (plan.bits // 8 + 2)
     yield Term(
-        "retrieve", rotated + heads * keys * one_s / rates.threads,
-        f"{heads} heads × {keys:,} signatures × {one_s * 1e9:.2f} ns / {rates.threads} threads, and rotations",
+        "retrieve", rotated + heads * keys * one_s / rates.threads + signatures / rates.sequential,
+        f"({heads} heads × {keys:,} signatures × {one_s * 1e9:.2f} ns / {rates.threads} threads + "
+        f"{signatures:,} B / {rates.sequential / 1e9:.1f} GB/s, and rotations)",
     )  # fmt: skip
 
 
