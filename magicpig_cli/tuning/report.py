@@ -199,7 +199,10 @@ def as_profile(engine: Engine, tuned: Tuned, base: Profile, machine: Hardware, n
             if getattr(base, key) != getattr(engine.plan, key)
         },
     }
-    inherited = {key: text for key, text in base.sources.items() if key.partition("[")[0] not in own}
+    # Shares of heads are of one model: those of another one's profile are not in the plan (021).
+    gone = set() if engine.plan.head_shares else {"attention.head_shares"}
+    inherited = {key: text for key, text in base.sources.items() if key.partition("[")[0] not in {*own, *gone}}
+    base = replace(base, head_shares=engine.plan.head_shares)
     if tuned.verified:
         tables = tuned.verified[0]
         of_tables = tuned.measurement(tables)

@@ -13,6 +13,7 @@ from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.errors import MagicpigError
 from magicpig_cli.events import Working
 from magicpig_cli.hardware import probe
+from magicpig_cli.profiles import Match
 from magicpig_cli.tuning import report
 from magicpig_cli.tuning.budgets import BudgetSearch, most
 from magicpig_cli.tuning.grid import parse_grid
@@ -196,7 +197,7 @@ def test_the_profile_plans_what_was_chosen(engine):
     found = profiles.load(path)
     assert (found.match.model, found.match.cpu_model) == (engine.model_name, machine.cpu_model)
     assert "tune-kl" in found.sources["attention.tables"]
-    planned = plan(machine, engine.shape, engine.settings, found)
+    planned = plan(machine, engine.shape, engine.settings, found, "", engine.model_name)
     assert planned.auto_sampler == ("lsh" if tuned.chosen in tuned.verified else "rabitq")
     assert planned.dense_layers == tuned.chosen.dense_layers
     assert planned.head_shares == tuned.budgets[0].head_shares
@@ -205,6 +206,18 @@ def test_the_profile_plans_what_was_chosen(engine):
     assert (planned.K, planned.L, planned.budget) == (*tuned.verified[0].size, tuned.budgets[0].budget)
     chosen, why = profiles.choose(machine, False, model_name=engine.model_name)
     assert chosen.name == "mine", why
+
+
+def test_a_profile_keeps_no_shares_of_heads_of_another_model(engine):
+    tuned, _ = run(engine, Goal(error=0.2, ratio=None), parse_grid("K=6,L=40"))
+    other = replace(
+        profiles.find("cpu"), match=Match(model="org/other"), head_shares={1: (1.0,) * engine.shape.heads},
+        sources={"attention.head_shares": "measured: elsewhere"},
+    )  # fmt: skip
+    made = report.as_profile(engine, replace(tuned, budgets=()), other, probe(), "mine")  # no room for signatures
+    assert made.match.model == engine.model_name
+    assert made.head_shares == {}
+    assert "attention.head_shares" not in made.sources
 
 
 def candidates(engine, goal: Goal, *, tables_error: float, budget_error: float):
