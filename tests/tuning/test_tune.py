@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from magicpig_cli import profiles
+from magicpig_cli.config import DEFAULT_BUDGET
 from magicpig_cli.engine.recording import ExactStep
 from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.errors import MagicpigError
@@ -185,6 +186,39 @@ def test_documents(engine):
     assert all(len(row) == len(report.COLUMNS) for row in rows)
     assert [row[1] for row in rows if row[0]] == [tuned.chosen.words]
     assert {c.words for c in (*tuned.verified, *tuned.budgets)} <= {row[1] for row in rows}
+
+
+def test_what_options_cannot_say_is_told(engine):
+    tuned, _ = run(engine, Goal(error=0.2, ratio=None))
+    tuned = replace(tuned, chosen=tuned.budgets[0])
+    shares = json.loads(json.dumps(report.as_json(engine, tuned, None)))["chosen"]["head_shares"]
+    assert shares == {str(layer): list(heads) for layer, heads in tuned.budgets[0].head_shares.items()} != {}
+    assert tuned.even_error > 1
+    *_, told, command = report.verdict(engine, tuned, None)
+    assert f"errs about {tuned.even_error:.1f} times as much" in told
+    assert "--save-profile NAME" in told
+    assert f"--attention rabitq --budget {tuned.chosen.budget:g} " in command
+    saved = "\n".join(report.verdict(engine, tuned, "mine"))
+    assert "--save-profile" not in saved
+    assert saved.endswith(" --profile mine")
+    tables = replace(tuned, chosen=tuned.verified[0])
+    assert "to have it: --attention rabitq --profile mine --dense-layers 0" in "\n".join(
+        report.verdict(engine, tables, "mine")
+    )
+    assert json.loads(json.dumps(report.as_json(engine, tables, None)))["chosen"]["head_shares"] is None
+    assert "--save-profile" not in "\n".join(report.verdict(engine, replace(tuned, even_error=None), None))
+
+
+def test_an_even_share_errs_as_much_more_as_is_told(engine, monkeypatch):
+    """Of a budget that all heads share evenly, predicted as the other one is."""
+    uneven, _ = run(engine, Goal(error=0.2, ratio=None), parse_grid("K=6,L=40"))
+    monkeypatch.setattr("magicpig_cli.tuning.tune.head_shares", lambda _: {})
+    even, _ = run(engine, Goal(error=0.2, ratio=None), parse_grid("K=6,L=40"))
+    assert even.even_error is None
+    one, other = (
+        next(c.error for c in tuned.predicted_budgets if c.budget == DEFAULT_BUDGET) for tuned in (even, uneven)
+    )
+    assert uneven.even_error == pytest.approx(one / other)
 
 
 def test_the_profile_plans_what_was_chosen(engine):
