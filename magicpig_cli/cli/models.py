@@ -156,7 +156,7 @@ def check(
     else:
         console.print_table(("", ""), list(_page(report)))
         if report.get("forms"):
-            forms.show(report["forms"])
+            forms.show(report["forms"], report["predicted"])
     if reason is not None or report["problem"]:
         raise typer.Exit(1)
 

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from magicpig_cli.events import STAGES
 from magicpig_cli.planner.plan import Plan
 
+# What a step does beside products and kernels, in the time of so many small operators of torch called from Python:
+# Fitted at 32k tokens, where rows have just streamed through the caches; at 2k it is half (docs/decisions/019).
+LAYER_OPERATORS = (160, 47)  # norms, rotary embedding, activations, modules; and for each sequence its cache
+SAMPLED_OPERATORS = (60, 11)  # of a sampled layer beside that, a piece of maintenance of the index included
+
 
 @dataclass(frozen=True, slots=True)
 class Term:
