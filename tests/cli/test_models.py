@@ -58,7 +58,10 @@ def test_check_says_what_would_happen(tmp_path, capsys):
     per_head = 75 * 2 * (keys + 3 * 257 + TAIL_ROOM)  # at most 3 segments
     assert memory["index_bytes"] == 3 * (2 * per_head + 2 * TAIL_ROOM)
     assert report["batch_size"] == 8
-    assert report["bytes_per_token"] == {"kv": 4 * 2 * 2 * 16 * 2, "index": 3 * 2 * 150 * 2}
+    assert report["bytes_per_token"] == {
+        "kv": 4 * 2 * 2 * 16 * 2,
+        "index": round(3 * 2 * (128 / 8 + 2 + 2 * 16 / 256 + 1 / 8)),
+    }
 
 
 def test_check_page(tmp_path, capsys):
