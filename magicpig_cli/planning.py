@@ -30,14 +30,16 @@ def plan_here(
     """
     real = cards.described(hardware.probe())
     machine = assume(real)
-    profile, why = profile_for(machine, settings, model_name(settings.model.model))
-    chosen = plan(machine, shape, settings, profile, why)  # what cannot work is refused before anything is measured
+    name = model_name(settings.model.model)
+    profile, why = profile_for(machine, settings, name)
+    # What cannot work is refused before anything is measured.
+    chosen = plan(machine, shape, settings, profile, why, name)
     found = speeds_here(real, chosen.threads, settings.model.device, announce)
     if found is None:
         return chosen
     if machine.gpus != real.gpus:  # the card that is here says nothing about another one
         found = replace(found, host_to_device_bytes_s=None, device_to_host_bytes_s=None, device_product_bytes_s=None)
-    return plan(replace(machine, speeds=found), shape, settings, profile, why)
+    return plan(replace(machine, speeds=found), shape, settings, profile, why, name)
 
 
 def speeds_here(

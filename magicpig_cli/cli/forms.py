@@ -65,8 +65,8 @@ def _parts(parts: Iterable[Part]) -> list[dict[str, Any]]:
     return [asdict(part) for part in parts]
 
 
-def show(entries: list[dict[str, Any]]) -> None:
-    """The table, and then the arithmetic of each row."""
+def show(entries: list[dict[str, Any]], batches: list[dict[str, Any]]) -> None:
+    """The table, then the arithmetic of each row, and what that and the expectations of batches rest on."""
     columns = ("weights", "context", "GPU memory", "host memory", "ms per token")
     print()
     console.print_table(columns, [row for entry in entries for row in _rows(entry)], right=("context",))
@@ -75,7 +75,7 @@ def show(entries: list[dict[str, Any]]) -> None:
         print("\n".join(_arithmetic(entry)))
     if threads := next((entry["threads"] for entry in entries if not entry["problem"]), None):
         print(f"\nattention on the host is told as of this machine, with {threads} threads")
-    if assumed := list(dict.fromkeys(line for entry in entries for line in entry.get("assumed", ()))):
+    if assumed := list(dict.fromkeys(line for entry in (*entries, *batches) for line in entry.get("assumed", ()))):
         print("assumed, not measured: " + "; ".join(assumed))
 
 

@@ -11,7 +11,7 @@ import typer
 
 from magicpig_cli.cli import forms
 from magicpig_cli.cli.options import AsJson, command_options
-from magicpig_cli.config import DEFAULT_L, ModelOptions, Settings
+from magicpig_cli.config import DEFAULT_BITS, ModelOptions, Settings
 from magicpig_cli.errors import MagicpigError, UsageError
 from magicpig_cli.events import MEASURING
 from magicpig_cli.ui import console
@@ -82,12 +82,13 @@ def _shape(options: ModelOptions) -> ModelShape | None:
 
 
 def _bytes_per_token(shape: ModelShape) -> dict[str, int]:
-    """Host memory of one more token, all layers: bfloat16 rows, and ids of the default tables in all but layer 0."""
+    """Host memory of one more token, all layers: bfloat16 rows, and default signatures in all but layer 0."""
+    from magicpig_cli.kernels import SIGNATURE_ROWS
+    from magicpig_cli.planner.indexes import SignaturesBytes
+
     indexed = len([layer for layer in shape.full_layers if layer != 0])
-    return {
-        "kv": shape.layers * shape.kv_heads * shape.head_dim * 2 * 2,
-        "index": indexed * shape.kv_heads * DEFAULT_L * 2,
-    }
+    block = SignaturesBytes(indexed, shape.kv_heads, shape.head_dim, DEFAULT_BITS).nbytes(SIGNATURE_ROWS)
+    return {"kv": shape.layers * shape.kv_heads * shape.head_dim * 2 * 2, "index": round(block / SIGNATURE_ROWS)}
 
 
 def _summary(name: str, shape: ModelShape) -> dict[str, Any]:
@@ -156,7 +157,7 @@ def check(
     else:
         console.print_table(("", ""), list(_page(report)))
         if report.get("forms"):
-            forms.show(report["forms"])
+            forms.show(report["forms"], report["predicted"])
     if reason is not None or report["problem"]:
         raise typer.Exit(1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.config import Settings
@@ -50,29 +51,35 @@ class OneTurn:
         self, documents: list[tuple[str, str]], text: str, cache: PromptCache | None, *, show_text: bool, quiet: bool,
         live: bool, markdown: bool,
     ) -> Finished:  # fmt: skip
-        """Ask, and stream the answer. `ttft_s` includes reading a session or prompt cache. Raises MagicpigError."""
-        conversation = self.conversation
-        conversation.add_user(document_message(documents, text) if documents else text)
-        ids = conversation.prompt_ids()
-        show_notices(self.engine, quiet=quiet)
-        self.engine.check_fits(len(ids), self.settings.generation.max_tokens)
+        """Ask, and stream the answer. `ttft_s` includes reading a session or prompt cache. Raises MagicpigError.
 
-        def stream(sequence: Sequence, observe: Callable[[Event], None] | None = None) -> Finished:
+        On KeyboardInterrupt the conversation keeps what was answered by then, as after a single Ctrl-C.
+        """
+        conversation, so_far = self.conversation, list[str]()
+        conversation.add_user(document_message(documents, text) if documents else text)
+
+        def stream(ids: list[int], sequence: Sequence, observe: Callable[[Event], None] | None = None) -> Finished:
             self.sequence = sequence
             return stream_answer(
                 self.engine, self.engine.request("chat", ids, self.settings.generation, sequence), Interrupts(),
                 show_text=show_text, quiet=quiet, live=live,
-                look=TextLook(markdown, opened=conversation.opened_thinking), observe=observe,
+                look=TextLook(markdown, opened=conversation.opened_thinking), observe=observe, so_far=so_far,
             )  # fmt: skip
 
         try:
+            ids = conversation.prompt_ids()
+            show_notices(self.engine, quiet=quiet)
+            self.engine.check_fits(len(ids), self.settings.generation.max_tokens)
             if cache is None:
-                finished = stream(self.sequence)
+                finished = stream(ids, self.sequence)
             else:
                 first = FirstMessage(conversation.messages, documents, text)
-                finished = cache.answer(first, ids, self.sequence, stream)
-        except BaseException:
-            conversation.undo()
+                finished = cache.answer(first, ids, self.sequence, partial(stream, ids))
+        except BaseException as problem:
+            if so_far and isinstance(problem, KeyboardInterrupt):
+                conversation.add_assistant("".join(so_far))
+            else:
+                conversation.undo()
             raise
         if finished.token_ids:
             conversation.add_assistant(finished.text)

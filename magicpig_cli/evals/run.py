@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from magicpig_cli.cache.sequence import Sequence
@@ -134,15 +134,14 @@ class Evaluation:
         """What decides a unit's outcome beside the unit itself."""
         engine, plan = self._engine, self._request.plans.get(unit.mode)
         shares = {} if plan is None else dict(plan.deciding_shares)
-        options = asdict(engine.settings.attention)
-        del options["mode"], options["hash_seed"]
         return {
             "edition": _EDITION,
             "model": {key: value for key, value in engine.identity.items() if key != "context"},
             "device": engine.device,
             "window": (engine.plan.sink, engine.plan.local, engine.plan.flush),
             "dense_layers": None if unit.mode.name == EXACT else engine.plan.dense_layers,
-            "sampler": None if plan is None else (sampler_of(plan, unit.hash_seed), options),
+            # As planned: what nobody typed is the profile's, and may be another one's next time.
+            "sampler": None if plan is None else (sampler_of(plan, unit.hash_seed), plan.sampler_options),
             **({"head_shares": shares} if shares else {}),
             "text": None if job.text is None else job.text.digest,
             "seed": None if job.task == CONTINUATION else self._request.seed,

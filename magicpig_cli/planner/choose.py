@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -34,36 +34,45 @@ SMALLER_TABLES = (TableSize(9, 120), TableSize(8, 75))
 SAME_SPEED = 1.1  # times the other sampler's step, at the same error, up to which the more accurate one is taken
 
 
-def plan(hardware: Hardware, shape: ModelShape, settings: Settings, profile: Profile = BUILT_IN, why: str = "") -> Plan:
+def plan(
+    hardware: Hardware, shape: ModelShape, settings: Settings, profile: Profile = BUILT_IN, why: str = "",
+    model: str | None = None,
+) -> Plan:  # fmt: skip
     """Choose everything that `settings` leave open, as `profile` (picked because of `why`) recommends.
 
+    model: its name as profiles have it; what a profile has measured on one model alone is used for no other.
     Raises UsageError (values that cannot be meant), ContextError (longer than the model's context), and
     MemoryBudgetError (weights, or one sequence of the context that was asked for, do not fit: the sum, and what would).
     Called before and after loading on a CPU it gives the same budget: what the process already holds counts as its own.
     """
     try:
-        return _choose(hardware, shape, settings, profile, why)
+        return _choose(hardware, shape, settings, profile, why, model)
     except MemoryBudgetError as refusal:
 
         def fits(machine: Hardware, changed: Settings, smaller: ModelShape) -> Plan:
-            return _choose(machine, smaller, changed, profile, why)
+            return _choose(machine, smaller, changed, profile, why, model)
 
         hint = ways_out(fits, hardware, shape, settings)
         raise MemoryBudgetError(refusal.message, hint=hint) from None
 
 
-def _choose(hardware: Hardware, shape: ModelShape, settings: Settings, profile: Profile, why: str) -> Plan:
+def _choose(
+    hardware: Hardware, shape: ModelShape, settings: Settings, profile: Profile, why: str, model: str | None
+) -> Plan:
     check_device(hardware, settings.model.device)
     gpu = hardware.gpu_of(settings.model.device)
     check_request(shape, settings, on_gpu=gpu is not None)
     wanted = settings.context or shape.context
-    draft = _draft(hardware, shape, settings, profile, gpu, wanted=wanted)
+    no_shares = reasons.against_shares(profile, shape, model)
+    shares = profile.head_shares if no_shares is None else {}
+    draft = replace(_draft(hardware, shape, settings, profile, gpu, wanted=wanted), head_shares=shares)
     check_window(draft)
     choice = _best_sampler(hardware, draft, settings, profile)
     chosen = choice.plan
     found = reasons.of(
-        chosen, hardware, settings, profile, why, wanted=wanted, too_large=choice.too_large, other=choice.other
-    )
+        chosen, hardware, settings, profile, why, wanted=wanted, too_large=choice.too_large, other=choice.other,
+        no_shares=no_shares,
+    )  # fmt: skip
     return replace(chosen, reasons=found)
 
 
@@ -106,14 +115,7 @@ def _draft(
         graphs=on_gpu and not model.no_cuda_graphs,
         speeds=hardware.speeds,
         profile=profile.name,
-        head_shares=_head_shares(shape, profile),
     )
-
-
-def _head_shares(shape: ModelShape, profile: Profile) -> Mapping[int, tuple[float, ...]]:
-    """The profile's; none where they are of another model."""
-    fit = all(layer < shape.layers and len(heads) == shape.heads for layer, heads in profile.head_shares.items())
-    return profile.head_shares if fit else {}
 
 
 def _target_error(attention: AttentionOptions, profile: Profile) -> float | None:

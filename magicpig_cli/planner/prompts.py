@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from magicpig_cli.planner.forms import ENDS, HOST_BYTES, held_as
 from magicpig_cli.planner.plan import Plan
-from magicpig_cli.planner.times import LAYER_OPERATORS
+from magicpig_cli.planner.steps import LAYER_OPERATORS
 
 # Multiply-adds per second of attention to earlier keys, over those of the products: torch's flash kernel, softmax and
 # the cast of rows included.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from magicpig_cli.config import BUDGET_RANGE, Settings
 from magicpig_cli.hardware import Hardware
+from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.planner import memory
 from magicpig_cli.planner.plan import Plan, most_together
 from magicpig_cli.planner.predict import predict
@@ -20,10 +21,10 @@ _QUANTIZED_BY = {
 
 def of(
     plan: Plan, hardware: Hardware, settings: Settings, profile: Profile, why: str, *, wanted: int,
-    too_large: Plan | None, other: Plan | None,
+    too_large: Plan | None, other: Plan | None, no_shares: str | None,
 ) -> tuple[str, ...]:  # fmt: skip
     """One line per choice. wanted: the context before memory had a say; too_large: with recommended tables, if they
-    do not fit; other: with the sampler that could have been chosen too."""
+    do not fit; other: with the sampler that could have been chosen too; no_shares: see `against_shares`."""
     origin = "default" if profile.name == BUILT_IN.name else f"profile {profile.name}"
     asked = settings.attention
     lines = [
@@ -37,7 +38,7 @@ def of(
         if plan.sampler == "lsh":
             lines.append(_tables(plan, settings, origin, too_large))
         else:
-            lines += _signatures(plan, settings, profile)
+            lines += _signatures(plan, settings, profile, no_shares)
         if tail := plan.tail_of(str(plan.sampler)):
             lines.append(f"tail {tail:g}: {_tail(plan, settings, profile)}")
         lines.append(_expected(plan, profile))
@@ -117,12 +118,12 @@ def _source(asked: object, kept: object, profile: Profile) -> str:
     return f"profile {profile.name}" if kept is not None else "default"
 
 
-def _signatures(plan: Plan, settings: Settings, profile: Profile) -> list[str]:
+def _signatures(plan: Plan, settings: Settings, profile: Profile, no_shares: str | None) -> list[str]:
     asked = settings.attention
     lines = [f"bits {plan.bits}: {_source(asked.bits, profile.bits, profile)}, per key in the index"]
     if plan.target_error is None:
         source = _source(asked.budget, profile.budget, profile)
-        return [*lines, f"budget {plan.budget:.2%} of the keys: {source}", *_head_shares(plan, profile)]
+        return [*lines, f"budget {plan.budget:.2%} of the keys: {source}", *_head_shares(plan, profile, no_shares)]
     low, high = BUDGET_RANGE
     return [
         *lines,
@@ -131,11 +132,28 @@ def _signatures(plan: Plan, settings: Settings, profile: Profile) -> list[str]:
     ]
 
 
-def _head_shares(plan: Plan, profile: Profile) -> list[str]:
+def against_shares(profile: Profile, shape: ModelShape, model: str | None) -> str | None:
+    """Why the profile's `head_shares` are not for this model, as the end of a sentence; None where they are, or none.
+
+    model: its name, as profiles have it.
+    """
+    measured_on = profile.match.model
     if not profile.head_shares:
-        return []
+        return None
+    if measured_on is None:
+        return "which does not say on which model they were measured (match.model)"
+    if model != measured_on:
+        return f"which were measured on {measured_on}"
+    if all(layer < shape.layers and len(heads) == shape.heads for layer, heads in profile.head_shares.items()):
+        return None
+    return f"which were measured on a {measured_on} with other layers or heads"
+
+
+def _head_shares(plan: Plan, profile: Profile, no_shares: str | None) -> list[str]:
+    if no_shares is not None:
+        return [f"head shares: not those of profile {profile.name}, {no_shares}"]
     if not plan.head_shares:
-        return [f"head shares: not those of profile {profile.name}, which are of a model with other layers or heads"]
+        return []
     all_of_them = [share for heads in plan.head_shares.values() for share in heads]
     return [
         f"head shares: profile {profile.name}, a query head reads {min(all_of_them):g} to {max(all_of_them):g} times "

@@ -15,16 +15,12 @@ from magicpig_cli.kernels import row_bytes
 from magicpig_cli.planner import device_times
 from magicpig_cli.planner.forms import HOST_BYTES, WEIGHT_BYTES, WeightType, held_as
 from magicpig_cli.planner.plan import Plan
-from magicpig_cli.planner.steps import StepTime, Term, exact_keys
+from magicpig_cli.planner.steps import LAYER_OPERATORS, SAMPLED_OPERATORS, StepTime, Term, exact_keys
 
 # Multiply-adds that the attention kernels make in the time in which all threads read a byte: between 1.2 (Sapphire
 # Rapids, D = 64, 3 heads per group) and 2.0 (Genoa, D = 128, 4 heads).
 MULTIPLY_ADDS_PER_BYTE = 1.6
-# What a step does beside products and kernels, in the time of so many small operators of torch called from Python:
-# once in a layer, and for each sequence. Fitted at 2k, 8k and 32k (docs/decisions/007).
-LAYER_OPERATORS = (43, 2)  # norms, rotary embedding, activations, modules; and its cache
-SAMPLED_OPERATORS = (18, 8)  # of a sampled layer beside that, a piece of maintenance of the index included
-EXACT_CALL = (20, 0)  # of the attention kernel: checks, pieces, and sharing them out
+EXACT_CALL = (20, 0)  # of the attention kernel, in small operators: checks, pieces, and sharing them out
 SAMPLED_CALL = (22, 12)
 AFTERMATH = 0.25  # of what reading a layer's rows takes, everything after it takes longer: the caches hold nothing else
 SCAN_BITS = 128  # of the signatures whose scan was measured
@@ -77,11 +73,14 @@ def step_time(plan: Plan, tokens: int, batch: int, sampled_ratio: float) -> Step
         return StepTime((), missing=("this machine was not measured",))
     rates = Rates.of(plan, plan.speeds)
     sampled = len(plan.sampled_layers) if plan.indexed_keys(tokens) else 0
-    terms = list(_sampled(plan, rates, tokens, batch, sampled_ratio, sampled)) if sampled else []
-    terms.append(_operators(plan, rates, batch, sampled))
+
+    def kernels(sequences: int) -> tuple[Term, ...]:
+        return tuple(_sampled(plan, rates, tokens, sequences, sampled_ratio, sampled))
+
     if plan.gpu is not None:
-        return device_times.with_gpu(terms, plan, plan.speeds, tokens, batch, sampled)
-    terms += _dense(plan, rates, tokens, batch, sampled)
+        return device_times.step_time(plan, plan.speeds, kernels, tokens, batch, sampled)
+    terms = list(kernels(batch)) if sampled else []
+    terms += [_operators(plan, rates, batch, sampled), *_dense(plan, rates, tokens, batch, sampled)]
     if plan.weight_type not in rates.products:  # published so, or measured by a version that did not know them
         return StepTime(tuple(terms), missing=(f"products of {plan.weight_type} weights, which were not measured",))
     return StepTime((*terms, *_products(plan, rates, batch)))
@@ -170,10 +169,8 @@ _FINDING = {"lsh": _look_up, "rabitq": _scan}
 
 
 def _operators(plan: Plan, rates: Rates, batch: int, sampled: int) -> Term:
-    """Small operators that take as long as what is neither product nor kernel; of a layer only what a CPU does."""
+    """Small operators that take as long as what is neither product nor kernel."""
     (layer, cache), (index, upkeep) = LAYER_OPERATORS, SAMPLED_OPERATORS
-    if plan.gpu is not None:
-        layer = 0  # launches instead
     count = plan.shape.layers * (layer + batch * cache) + sampled * (index + batch * upkeep)
     return Term("other", count * rates.operator_s, f"{count:,} small operators × {rates.operator_s * 1e6:.1f} µs")
 

@@ -36,7 +36,10 @@ def as_json(engine: Engine, tuned: Tuned, profile: str | None) -> dict[str, Any]
         "target": {"error": tuned.goal.error, "ratio": tuned.goal.ratio},
         "met": tuned.met,
         "calibration": tuned.calibration,
-        "chosen": {**_candidate(tuned, tuned.chosen), "sink": engine.plan.sink, "local": engine.plan.local},
+        "chosen": {
+            **_candidate(tuned, tuned.chosen), "sink": engine.plan.sink, "local": engine.plan.local,
+            "head_shares": _shares(tuned.chosen),
+        },
         "candidates": [
             _candidate(tuned, candidate) | {"verified": candidate.size in verified, "front": candidate.size in front}
             for candidate in (
@@ -78,15 +81,22 @@ def _options(candidate: AnyCandidate) -> dict[str, Any]:
     return {"sampler": "rabitq", "K": None, "L": None, **own}
 
 
-def _typed(candidate: AnyCandidate) -> str:
-    """The same as options of the commands."""
+def _shares(candidate: AnyCandidate) -> dict[int, list[float]] | None:
+    """Of each query head, by layer; None where all read as much."""
+    shares = {} if isinstance(candidate, Candidate) else candidate.head_shares
+    return {layer: list(heads) for layer, heads in shares.items()} or None
+
+
+def _typed(candidate: AnyCandidate, profile: str | None) -> str:
+    """The same as options of the commands. profile: the one that was saved, which alone holds shares of heads."""
     dense = f"--dense-layers {','.join(map(str, candidate.dense_layers)) or 'none'}"
     if isinstance(candidate, Candidate):
         return f"-K {candidate.K} -L {candidate.L} {dense}"
-    return f"--attention rabitq --budget {candidate.budget:g} {dense}"
+    own = f"--budget {candidate.budget:g}" if profile is None else f"--profile {profile}"
+    return f"--attention rabitq {own} {dense}"
 
 
-def _other_line(tuned: Tuned) -> list[str]:
+def _other_line(tuned: Tuned, profile: str | None) -> list[str]:
     """What the best of the other sampler does."""
     if tuned.no_tables is not None:
         return [f"tables have no room: {tuned.no_tables}"]
@@ -99,7 +109,7 @@ def _other_line(tuned: Tuned) -> list[str]:
         f"the other sampler, {other.words}: error {measured.quality.error:.3f}, {measured.quality.ratio:.1%} of the "
         f"keys, {measured.relative_ms:.2f} times an exact step, {format_bytes(other.index_bytes)} of index"
         + (": misses the target" if value > tuned.goal.target else "")
-        + f"; to have it: {_typed(other)}"
+        + f"; to have it: {_typed(other, profile)}"
     ]
 
 
@@ -199,7 +209,10 @@ def as_profile(engine: Engine, tuned: Tuned, base: Profile, machine: Hardware, n
             if getattr(base, key) != getattr(engine.plan, key)
         },
     }
-    inherited = {key: text for key, text in base.sources.items() if key.partition("[")[0] not in own}
+    # Shares of heads are of one model: those of another one's profile are not in the plan (021).
+    gone = set() if engine.plan.head_shares else {"attention.head_shares"}
+    inherited = {key: text for key, text in base.sources.items() if key.partition("[")[0] not in {*own, *gone}}
+    base = replace(base, head_shares=engine.plan.head_shares)
     if tuned.verified:
         tables = tuned.verified[0]
         of_tables = tuned.measurement(tables)
@@ -240,8 +253,14 @@ def verdict(engine: Engine, tuned: Tuned, profile: str | None) -> list[str]:
         f"{measured.ms:.1f} ms per token at {tuned.context:,} tokens, with exact attention {tuned.exact_ms:.1f}"
         + ("" if measured.ms < tuned.exact_ms else ": sampling does not pay at this length"),
     ]
-    named = f"--profile {profile}" if profile else _typed(chosen)
-    return [*lines, *_other_line(tuned), f"magicpig chat -m {shlex.quote(engine.settings.model.model)} {named}"]
+    lines += _other_line(tuned, profile)
+    if profile is None and tuned.even_error is not None:
+        lines.append(
+            f"--budget alone reads the same share in all heads, which errs about {tuned.even_error:.1f} times as much: "
+            f"the shares of heads that were measured with it are kept by --save-profile NAME"
+        )
+    named = f"--profile {profile}" if profile else _typed(chosen, None)
+    return [*lines, f"magicpig chat -m {shlex.quote(engine.settings.model.model)} {named}"]
 
 
 def _advice(tuned: Tuned) -> str:

@@ -21,7 +21,13 @@ from magicpig_cli.tuning.capture import STEPS, Capture, baseline, capture
 from magicpig_cli.tuning.cost import CostModel
 from magicpig_cli.tuning.grid import Grid
 from magicpig_cli.tuning.search import Candidate, Goal, Search, Size, fitting, pareto
-from magicpig_cli.tuning.signatures import BUDGETS, SignatureQuality, measure_signatures, squared_errors
+from magicpig_cli.tuning.signatures import (
+    BUDGETS,
+    SignatureQuality,
+    error_and_ratio,
+    measure_signatures,
+    squared_errors,
+)
 from magicpig_cli.tuning.steps import TIMED_STEPS
 from magicpig_cli.tuning.text import Texts
 from magicpig_cli.tuning.trial import AnyCandidate, Key, Measured, Notice, Trial, key_of, replayed
@@ -50,6 +56,7 @@ class Tuned:
     lengths: tuple[int, ...]  # tokens at which queries were taken
     predicted_budgets: tuple[BudgetCandidate, ...]  # at BUDGETS
     no_tables: str | None  # why no pair was tried; then `verified`, `candidates` and `front` are empty
+    even_error: float | None  # predicted, where all heads read as much, over that with shares of heads; None: the same
 
     @property
     def exact_ms(self) -> float:
@@ -108,7 +115,7 @@ def tune(
         goal, context, chosen, tuple(verified), tuple(budgets), candidates, tuple(pareto(candidates)), trial.measured,
         trial.calibration(verified if isinstance(chosen, Candidate) else budgets), trial.layers_of(chosen),
         Quality.of(held_out.values()), held_out, trial.meets(chosen), texts, lengths,
-        tuple(map(trial.budgets.candidate, BUDGETS)), no_tables,
+        tuple(map(trial.budgets.candidate, BUDGETS)), no_tables, _even_error(squares, signatures, shares),
     )  # fmt: skip
 
 
@@ -179,6 +186,13 @@ def _measured(
             angles[number] = measure_angles(material, layer)
         squares[number] = squared_errors(material, layer, plan.bits, plan.tail_of("rabitq"), DEFAULT_BUDGET)
     return angles, squares
+
+
+def _even_error(squares: Mapping[int, Floats], signatures: _Signatures, shares: Shares) -> float | None:
+    """How many times as large the error is without shares of heads, at the budget for which both are known."""
+    shared, _ = error_and_ratio(signatures.values(), DEFAULT_BUDGET)
+    even = sum(float(of_heads.mean() ** 0.5) for of_heads in squares.values()) / len(squares)
+    return even / shared if shares and shared else None
 
 
 def _predicted(

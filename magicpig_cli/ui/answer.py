@@ -55,11 +55,12 @@ def cancel_on_interrupt(engine: Engine, key: str, interrupts: Interrupts) -> Ite
 
 def stream_answer(
     engine: Engine, request: Request, interrupts: Interrupts, *, show_text: bool, quiet: bool, live: bool = True,
-    look: TextLook | None = None, observe: Callable[[Event], None] | None = None,
+    look: TextLook | None = None, observe: Callable[[Event], None] | None = None, so_far: list[str] | None = None,
 ) -> Finished:  # fmt: skip
     """Run one request. Text goes to stdout as it becomes safe to show. Raises MagicpigError if it cannot run.
 
-    look: how the text is shown on a terminal; observe: is told every event.
+    look: how the text is shown on a terminal; observe: is told every event; so_far: takes the text, for whom
+    KeyboardInterrupt ends this before there is a Finished.
     """
     finished: Finished | None = None
     view = open_view(engine, wanted=live, quiet=quiet, what="reading the prompt", unit="tok", text_shown=show_text)
@@ -69,8 +70,11 @@ def stream_answer(
             view.show(event)
             if observe is not None:
                 observe(event)
-            if isinstance(event, TokenEvent) and text is not None:
-                text.feed(event.text)
+            if isinstance(event, TokenEvent):
+                if so_far is not None and event.text:
+                    so_far.append(event.text)
+                if text is not None:
+                    text.feed(event.text)
             elif isinstance(event, Failed):
                 raise MagicpigError(event.message, event.hint)
             elif isinstance(event, Finished):

@@ -58,7 +58,10 @@ def test_check_says_what_would_happen(tmp_path, capsys):
     per_head = 75 * 2 * (keys + 3 * 257 + TAIL_ROOM)  # at most 3 segments
     assert memory["index_bytes"] == 3 * (2 * per_head + 2 * TAIL_ROOM)
     assert report["batch_size"] == 8
-    assert report["bytes_per_token"] == {"kv": 4 * 2 * 2 * 16 * 2, "index": 3 * 2 * 150 * 2}
+    assert report["bytes_per_token"] == {
+        "kv": 4 * 2 * 2 * 16 * 2,
+        "index": round(3 * 2 * (128 / 8 + 2 + 2 * 16 / 256 + 1 / 8)),
+    }
 
 
 def test_check_page(tmp_path, capsys):
@@ -87,6 +90,7 @@ def test_the_sum_of_a_plan_is_written_out(tmp_path, capsys):
     assert {"weights", "reserve", "activations", "windows"} <= {part["name"] for part in memory["device"]}
     assert [entry["batch"] for entry in report["predicted"]] == [1, report["batch_size"]]
     assert all(entry["tpot_ms"] > 0 and entry["assumed"] and not entry["missing"] for entry in report["predicted"])
+    assert any("halves of a batch" in line for line in report["predicted"][1]["assumed"])
     assert any(line.startswith("profile rtx4090: ") for line in report["plan"])
 
     assert app.run(["models", "check", model, *arguments]) == 0
@@ -94,6 +98,7 @@ def test_the_sum_of_a_plan_is_written_out(tmp_path, capsys):
     assert "keys and values = " in page
     assert " × 32 layers × 8 heads × 99,328 keys × 512 B" in page
     assert "of 64.0 GiB free" in page
+    assert all(line in page for entry in report["predicted"] for line in entry["assumed"])
     for line in report["plan"]:
         assert line in page
 
@@ -123,6 +128,7 @@ def test_every_form_of_weights_at_long_contexts_side_by_side(tmp_path, capsys):
         assert entry["tpot_ms"] == pytest.approx(sum(term["ms"] for term in entry["terms"]))
         assert all(part["formula"] for part in (*entry["device"], *entry["host"], *entry["terms"]))
         assert any("1,008 GB/s" in line for line in entry["assumed"])
+        assert any("33 graphs × 10 µs" in term["formula"] for term in entry["terms"])
     assert found["int4", 98_304]["tpot_ms"] < found["bfloat16", 98_304]["tpot_ms"] < found["int8", 98_304]["tpot_ms"]
 
     assert app.run(["models", "check", model, *arguments]) == 0

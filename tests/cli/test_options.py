@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,24 @@ import typer
 
 from magicpig_cli.cli import app, chat
 from magicpig_cli.cli.options import GROUPS, SHARED_OPTIONS, command_options
-from magicpig_cli.config import Settings
+from magicpig_cli.config import DEFAULT_BITS, DEFAULT_BUDGET, AttentionOptions, Settings
+from magicpig_cli.profiles import BUILT_IN, shipped
+
+
+def test_a_default_that_is_told_is_that_of_every_shipped_profile():
+    """`(default 4)`; what differs from profile to profile is told as theirs."""
+    told = {
+        option.field.removeprefix("attention."): float(found[1])
+        for option in SHARED_OPTIONS
+        if option.group == "attention" and (found := re.search(r"\(default ([\d.]+)\)", option.help))
+    }
+    assert {"sink", "local", "bits", "hash_seed"} <= set(told)
+    for profile in (BUILT_IN, *shipped()):
+        own = {"sink": {profile.sink}, "local": {profile.local}, "bits": {profile.bits or DEFAULT_BITS}}
+        own |= {"budget": {profile.budget or DEFAULT_BUDGET}, "hash_seed": {AttentionOptions().hash_seed}}
+        own |= {name: {getattr(table, name) for table in profile.tables} for name in ("K", "L")}
+        for name, value in told.items():
+            assert own[name] == {value}, (name, profile.name)
 
 
 class Caught:

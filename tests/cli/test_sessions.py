@@ -17,7 +17,7 @@ from magicpig_cli import session_files
 from magicpig_cli.cli.one_turn import OneTurn
 from magicpig_cli.config import AttentionOptions, GenerationOptions, ModelOptions, Settings
 from magicpig_cli.engine.engine import Engine
-from magicpig_cli.errors import MagicpigError, UsageError
+from magicpig_cli.errors import ContextError, MagicpigError, UsageError
 from magicpig_cli.prompt_cache import PromptCache, check_path
 from magicpig_cli.sessions import Sessions
 
@@ -99,6 +99,14 @@ def test_a_session_goes_on_where_it_was_left(engine, said, home):
     assert resumed.reused_tokens == never_left.reused_tokens >= length - 6  # the random answer may be no UTF-8
     assert resumed.token_ids == never_left.token_ids
     keeper.leave(after)
+
+
+def test_a_question_that_does_not_fit_is_no_part_of_a_session(engine, said):
+    one = held(engine, said, turns=1)
+    before = list(one.conversation.messages)
+    with pytest.raises(ContextError):
+        ask(one, BOOK * 5)
+    assert one.conversation.messages == before
 
 
 def test_text_alone_is_read_again(engine, said, home):

@@ -160,6 +160,28 @@ def test_other_options_are_other_work(engine, topics, kept):
     assert Evaluation(engine, replace(other, plans=plans), kept).done == 3
 
 
+@pytest.mark.parametrize(
+    ("sampler", "changes"),
+    [
+        ("lsh", {"tail": 0.1}),
+        ("rabitq", {"tail": 0.1}),
+        ("rabitq", {"bits": 64}),
+        ("rabitq", {"budget": 0.06}),
+        ("rabitq", {"target_error": 0.1}),
+        ("rabitq", {"head_shares": {1: (0.5, 1.5, 1.0, 1.0), 2: (1.0,) * 4}}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ", ".join(value),
+)
+def test_what_a_profile_says_of_a_sampler_is_other_work(engine, topics, kept, sampler, changes):
+    (mode,) = modes([sampler], [0.05])[1:]
+    plan = replace(engine.plan, mode=sampler, budget=0.05)
+    wanted = request(engine, topics, sampler, plans={mode: plan})
+    work = evaluated(engine, wanted, kept)
+    assert Evaluation(engine, wanted, kept).done == work.total == 2
+    changed = Evaluation(engine, replace(wanted, plans={mode: replace(plan, **changes)}), kept)
+    assert changed.done == 1  # exact attention
+
+
 def test_too_short_contexts_are_refused_before_anything_is_read(engine, topics, kept):
     with pytest.raises(ContextError, match="20 positions need a context of 22 tokens or more, and 21"):
         Evaluation(engine, request(engine, topics, contexts=(21,)), kept).check()

@@ -78,6 +78,18 @@ def test_which_profile(machine, own_folder, monkeypatch):
     assert machine.check("--profile", "built-in").local == 64
 
 
+def test_shares_of_heads_are_for_the_model_that_they_were_measured_on(machine, own_folder):
+    heads = tiny_config("llama").num_attention_heads
+    shares = (0.5,) + (1.5,) * (heads - 1)
+    for name, measured_on in (("mine", "model"), ("other", "org/model")):
+        document = f"match: {{model: {measured_on}}}\nattention: {{head_shares: {{1: {list(shares)}}}}}\n"
+        put(own_folder, name, document)
+    assert machine.check("--attention", "rabitq").head_shares == {1: shares}  # picked by the directory's name
+    found = machine.check("--attention", "rabitq", "--profile", "other")
+    assert found.head_shares == {}
+    assert "head shares: not those of profile other, which were measured on org/model" in found.reasons
+
+
 def test_the_plan_says_which_profile_and_why(machine, own_folder, capsys):
     def said(*arguments: str) -> list[str]:
         machine.check(*arguments)

@@ -10,7 +10,7 @@ from magicpig_cli.config import AUTO_SAMPLER, BUDGET_RANGE, AttentionOptions, Se
 from magicpig_cli.errors import MemoryBudgetError, UsageError
 from magicpig_cli.planner import plan, predict
 from magicpig_cli.planner.quality import budget_for, expected_signature_error, expected_table_error
-from magicpig_cli.profiles import BUILT_IN, TableSize
+from magicpig_cli.profiles import BUILT_IN, Match, TableSize
 from tests.conftest import STEADY_SPEEDS
 from tests.system.test_planner import DESKTOP, QWEN_7B
 
@@ -18,8 +18,11 @@ N = 32_768
 MEASURED = replace(DESKTOP, speeds=replace(STEADY_SPEEDS, threads=DESKTOP.threads))
 
 
-def chosen(profile=BUILT_IN, machine=MEASURED, **attention):
-    return plan(machine, QWEN_7B, Settings(attention=AttentionOptions(**attention), context=N), profile)
+NAME = "Qwen/Qwen2.5-7B"
+
+
+def chosen(profile=BUILT_IN, machine=MEASURED, name=NAME, **attention):
+    return plan(machine, QWEN_7B, Settings(attention=AttentionOptions(**attention), context=N), profile, "", name)
 
 
 def test_auto_samples_with_what_the_profile_says():
@@ -134,7 +137,8 @@ def test_profiles_fill_in_what_was_not_asked():
 def test_heads_share_the_budget_as_a_profile_of_their_model_says():
     even = dict.fromkeys(range(1, 4), (1.0,) * QWEN_7B.heads)
     shares = even | {2: (0.5,) * (QWEN_7B.heads - 1) + (4.0,)}
-    found = chosen(replace(BUILT_IN, name="mine", head_shares=shares), mode="rabitq", budget=0.03)
+    mine = replace(BUILT_IN, name="mine", match=Match(model=NAME), head_shares=shares)
+    found = chosen(mine, mode="rabitq", budget=0.03)
     assert found.head_shares == shares
     assert found.sampled_ratio == found.budget == 0.03  # on average over all heads
     assert "head shares: profile mine, a query head reads 0.5 to 4 times the budget" in found.reasons
@@ -142,15 +146,26 @@ def test_heads_share_the_budget_as_a_profile_of_their_model_says():
     assert not any("head shares" in line for line in chosen(mode="rabitq").reasons)
 
 
+FITTING = {1: (1.0,) * QWEN_7B.heads}
+
+
 @pytest.mark.parametrize(
-    "shares", [{1: (1.0,) * (QWEN_7B.heads - 1)}, {QWEN_7B.layers: (1.0,) * QWEN_7B.heads}], ids=["heads", "layers"]
+    ("measured_on", "name", "shares", "says"),
+    [
+        ("org/other", NAME, FITTING, "which were measured on org/other"),
+        (NAME, "org/other", FITTING, f"which were measured on {NAME}"),
+        (NAME, None, FITTING, f"which were measured on {NAME}"),
+        (None, NAME, FITTING, "which does not say on which model they were measured (match.model)"),
+        (NAME, NAME, {1: (1.0,) * (QWEN_7B.heads - 1)}, f"which were measured on a {NAME} with other layers or heads"),
+        (NAME, NAME, {28: (1.0,) * QWEN_7B.heads}, f"which were measured on a {NAME} with other layers or heads"),
+    ],
 )
-def test_head_shares_of_another_model_are_not_used(shares):
-    found = chosen(replace(BUILT_IN, name="other", head_shares=shares), mode="rabitq")
+def test_head_shares_of_another_model_are_not_used(measured_on, name, shares, says):
+    profile = replace(BUILT_IN, name="other", match=Match(model=measured_on), head_shares=shares)
+    found = chosen(profile, name=name, mode="rabitq")
     assert found.head_shares == {}
-    assert any(
-        line.startswith("head shares: not those of profile other, which are of a model") for line in found.reasons
-    )
+    assert f"head shares: not those of profile other, {says}" in found.reasons
+    assert not any(line.startswith("head shares") for line in chosen(profile, name=name, mode="lsh").reasons)
 
 
 @pytest.mark.parametrize(

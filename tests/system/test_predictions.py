@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -206,17 +207,16 @@ def with_gpu(machine: hardware.Hardware = BESIDE_GPU, shape: ModelShape = LLAMA_
 
 
 def products_ms(chosen: Plan, batch: int = 1) -> float:
-    """What products take: all that `other` has beside small operators and launches."""
+    """What products take: `other` without the GPU's kernels and the index. Launching takes less than both."""
     found = predict(chosen, N, batch)
-    beside = 32 * 30 * 5e-6 + (32 * batch * 2 + 31 * (18 + batch * 8)) * 2e-6
-    return found.stages_ms["other"] - 1e3 * beside
+    return found.stages_ms["other"] - 1e3 * (32 * 33 * 2e-6 + 31 * (18 + batch * 8) * 2e-6)
 
 
 def test_with_a_gpu_rows_of_exact_layers_go_over_pcie():
     found = predict(with_gpu(), N)
     assert found.stages_ms["dense"] == pytest.approx(1e3 * 8 * N * 512 / 20e9)
     words = 32 * (128 + 150) * 4 / 10e9 + 32 * 129 * 4 / 20e9
-    assert found.stages_ms["merge"] == pytest.approx(1e3 * 31 * (words + 4 * 10e-6))
+    assert found.stages_ms["merge"] == pytest.approx(1e3 * 31 * (words + 4 * 10e-6 + 18 * 5e-6))
     assert found.stages_ms["hash"] == 0  # in launches
     assert found.missing == ()
     by_link = predict(with_gpu(replace(BESIDE_GPU, speeds=SPEEDS)), N)
@@ -269,9 +269,93 @@ def test_products_of_weights_that_were_published_quantized():
     assert found.ms_per_token is None
 
 
+def beside(speeds: dict[str, float], **model) -> Plan:
+    return with_gpu(replace(BESIDE_GPU, speeds=replace(BESIDE_GPU.speeds, **speeds)), **model)
+
+
+def fast_card(**model) -> Plan:
+    """Beside a GPU that multiplies in no time."""
+    return beside({"device_product_bytes_s": 1e18}, **model)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_launching_counts_as_far_as_the_gpu_does_not_take_as_long(monkeypatch, batch):
+    """A graph for each layer and one more instead of 33 kernels a layer; attention's own launches stay."""
+    monkeypatch.setattr(device_times, "HALVES_FROM", 99)
+    attention = 31 * (15 + (batch - 1) * 8) * 5e-6 + 32 * batch * 2 * 2e-6
+    for without, launching in ((False, 33 * 10e-6), (True, 32 * 33 * 5e-6)):
+        terms = predict(fast_card(no_cuda_graphs=without), N, batch).time.terms
+        (term,) = (term for term in terms if term.stage == "other" and "launches" in term.formula)
+        assert term.seconds == pytest.approx(launching + attention - 32 * 33 * 2e-6, rel=1e-4)
+    saved = predict(fast_card(no_cuda_graphs=True), N).ms_per_token - predict(fast_card(), N).ms_per_token
+    assert saved == pytest.approx(1e3 * (32 * 33 * 5e-6 - 33 * 10e-6))
+    slow = [predict(with_gpu(no_cuda_graphs=without), N).ms_per_token for without in (True, False)]
+    assert slow[0] == slow[1]  # launched while it multiplies
+    assert any("10 µs for all between two calls" in line for line in predict(fast_card(), N).assumed)
+    assert not any("graph" in line for line in predict(fast_card(no_cuda_graphs=True), N).assumed)
+
+
+def test_windows_count_as_far_as_the_kernels_do_not_take_as_long():
+    usual = predict(with_gpu(), N).stages_ms
+    quick = predict(beside({"operator_us": 1e-6, "visit_ns": 1.0}), 400).stages_ms
+    assert usual["window"] == 0 < usual["retrieve"] + usual["attend"]
+    assert 0 < quick["window"] == pytest.approx(1e3 * 31 * 7 * 2e-6 - quick["retrieve"] - quick["attend"])
+
+
+def test_launches_of_blocks_count_where_copying_them_takes_less():
+    narrow = replace(LLAMA_SIZES, kv_heads=1)
+    found = predict(with_gpu(shape=narrow), N)
+    assert found.stages_ms["dense"] == pytest.approx(1e3 * N / 1024 * 16 * 5e-6)
+    assert N * 512 / 20e9 < N / 1024 * 16 * 5e-6
+
+
+QUICK_KERNELS = {"sequential_bytes_s": 1e13, "gather_bytes_s": 1e13, "count_ns": 1e-3, "visit_ns": 1e-2}
+
+
+@pytest.mark.parametrize(
+    ("speeds", "busiest"),
+    [
+        ({}, "kernels"),
+        ({"device_product_bytes_s": 30e9}, "GPU"),
+        ({"host_to_device_bytes_s": 2e9}, "PCIe"),
+        ({**QUICK_KERNELS, "device_product_bytes_s": 1e14, "host_to_device_bytes_s": 1e12}, "Python"),
+        ({"host_to_device_bytes_s": 8e9, "device_to_host_bytes_s": 2e6}, "one of them alone"),
+    ],
+)
+@pytest.mark.parametrize("batch", [2, 5])
+def test_halves_of_a_batch_take_as_long_as_the_busiest_of_what_they_share(monkeypatch, speeds, busiest, batch):
+    chosen = beside(speeds)
+    found = predict(chosen, N, batch)
+    told = found.time.terms[0].formula
+    figures = {
+        name: float(ms) for name, ms in re.findall(r"(GPU|kernels|Python|PCIe|one of them alone) ([\d.]+)", told)
+    }
+    assert max(figures, key=figures.get) == busiest
+    assert found.ms_per_token == pytest.approx(figures[busiest], abs=0.06)
+    monkeypatch.setattr(device_times, "HALVES_FROM", 99)
+    halves = [predict(chosen, N, count) for count in (-(-batch // 2), batch // 2)]
+    assert figures["one of them alone"] == pytest.approx(halves[0].ms_per_token, abs=0.06)
+    assert sum(half.ms_per_token for half in halves) > found.ms_per_token
+    kernels = sum(half.stages_ms[stage] for half in halves for stage in ("retrieve", "attend"))
+    upkeep = sum(31 * (18 + count * 8) for count in (-(-batch // 2), batch // 2)) * chosen.speeds.operator_us * 1e-3
+    assert figures["kernels"] == pytest.approx(kernels + upkeep, abs=0.06)
+    assert figures["PCIe"] == pytest.approx(1e3 * batch * 8 * N * 512 / chosen.speeds.host_to_device_bytes_s, abs=0.06)
+    assert not any("halves" in line for line in halves[0].assumed)
+    assert any("halves" in line for line in found.assumed)
+
+
+def test_exact_attention_is_not_halved():
+    chosen = replace(with_gpu(), mode="exact")
+    assert not any("halves" in term.formula for term in predict(chosen, N, 2).time.terms)
+    one, two = predict(chosen, N, 1), predict(chosen, N, 2)
+    assert two.stages_ms["dense"] == pytest.approx(2 * one.stages_ms["dense"])
+    assert two.ms_per_token < 2 * one.ms_per_token
+
+
 def test_terms_add_up_to_the_stages_and_say_how():
-    for chosen in (with_gpu(), with_gpu(quantize="int4"), planned(mode="lsh"), planned(mode="rabitq")):
-        found = predict(chosen, N)
+    of_one = [with_gpu(), with_gpu(quantize="int4"), fast_card(), planned(mode="lsh"), planned(mode="rabitq")]
+    for chosen, batch in [*((chosen, 1) for chosen in of_one), (with_gpu(), 3)]:
+        found = predict(chosen, N, batch)
         for stage, ms in found.stages_ms.items():
             assert ms == pytest.approx(sum(1e3 * term.seconds for term in found.time.terms if term.stage == stage))
         assert all(term.formula for term in found.time.terms)

@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 
 from magicpig_cli import profiles
+from magicpig_cli.config import DEFAULT_BUDGET
 from magicpig_cli.engine.recording import ExactStep
 from magicpig_cli.engine.runner import ModelRunner
 from magicpig_cli.errors import MagicpigError
 from magicpig_cli.events import Working
 from magicpig_cli.hardware import probe
+from magicpig_cli.profiles import Match
 from magicpig_cli.tuning import report
 from magicpig_cli.tuning.budgets import BudgetSearch, most
 from magicpig_cli.tuning.grid import parse_grid
@@ -186,6 +188,39 @@ def test_documents(engine):
     assert {c.words for c in (*tuned.verified, *tuned.budgets)} <= {row[1] for row in rows}
 
 
+def test_what_options_cannot_say_is_told(engine):
+    tuned, _ = run(engine, Goal(error=0.2, ratio=None))
+    tuned = replace(tuned, chosen=tuned.budgets[0])
+    shares = json.loads(json.dumps(report.as_json(engine, tuned, None)))["chosen"]["head_shares"]
+    assert shares == {str(layer): list(heads) for layer, heads in tuned.budgets[0].head_shares.items()} != {}
+    assert tuned.even_error > 1
+    *_, told, command = report.verdict(engine, tuned, None)
+    assert f"errs about {tuned.even_error:.1f} times as much" in told
+    assert "--save-profile NAME" in told
+    assert f"--attention rabitq --budget {tuned.chosen.budget:g} " in command
+    saved = "\n".join(report.verdict(engine, tuned, "mine"))
+    assert "--save-profile" not in saved
+    assert saved.endswith(" --profile mine")
+    tables = replace(tuned, chosen=tuned.verified[0])
+    assert "to have it: --attention rabitq --profile mine --dense-layers 0" in "\n".join(
+        report.verdict(engine, tables, "mine")
+    )
+    assert json.loads(json.dumps(report.as_json(engine, tables, None)))["chosen"]["head_shares"] is None
+    assert "--save-profile" not in "\n".join(report.verdict(engine, replace(tuned, even_error=None), None))
+
+
+def test_an_even_share_errs_as_much_more_as_is_told(engine, monkeypatch):
+    """Of a budget that all heads share evenly, predicted as the other one is."""
+    uneven, _ = run(engine, Goal(error=0.2, ratio=None), parse_grid("K=6,L=40"))
+    monkeypatch.setattr("magicpig_cli.tuning.tune.head_shares", lambda _: {})
+    even, _ = run(engine, Goal(error=0.2, ratio=None), parse_grid("K=6,L=40"))
+    assert even.even_error is None
+    one, other = (
+        next(c.error for c in tuned.predicted_budgets if c.budget == DEFAULT_BUDGET) for tuned in (even, uneven)
+    )
+    assert uneven.even_error == pytest.approx(one / other)
+
+
 def test_the_profile_plans_what_was_chosen(engine):
     from magicpig_cli.planner import plan
 
@@ -196,7 +231,7 @@ def test_the_profile_plans_what_was_chosen(engine):
     found = profiles.load(path)
     assert (found.match.model, found.match.cpu_model) == (engine.model_name, machine.cpu_model)
     assert "tune-kl" in found.sources["attention.tables"]
-    planned = plan(machine, engine.shape, engine.settings, found)
+    planned = plan(machine, engine.shape, engine.settings, found, "", engine.model_name)
     assert planned.auto_sampler == ("lsh" if tuned.chosen in tuned.verified else "rabitq")
     assert planned.dense_layers == tuned.chosen.dense_layers
     assert planned.head_shares == tuned.budgets[0].head_shares
@@ -205,6 +240,18 @@ def test_the_profile_plans_what_was_chosen(engine):
     assert (planned.K, planned.L, planned.budget) == (*tuned.verified[0].size, tuned.budgets[0].budget)
     chosen, why = profiles.choose(machine, False, model_name=engine.model_name)
     assert chosen.name == "mine", why
+
+
+def test_a_profile_keeps_no_shares_of_heads_of_another_model(engine):
+    tuned, _ = run(engine, Goal(error=0.2, ratio=None), parse_grid("K=6,L=40"))
+    other = replace(
+        profiles.find("cpu"), match=Match(model="org/other"), head_shares={1: (1.0,) * engine.shape.heads},
+        sources={"attention.head_shares": "measured: elsewhere"},
+    )  # fmt: skip
+    made = report.as_profile(engine, replace(tuned, budgets=()), other, probe(), "mine")  # no room for signatures
+    assert made.match.model == engine.model_name
+    assert made.head_shares == {}
+    assert "attention.head_shares" not in made.sources
 
 
 def candidates(engine, goal: Goal, *, tables_error: float, budget_error: float):

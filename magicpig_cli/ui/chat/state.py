@@ -12,7 +12,7 @@ from magicpig_cli.engine.conversation import Conversation, common_prefix, docume
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.engine.sampling import SamplingParams, resolve_sampling
 from magicpig_cli.errors import ContextError, MagicpigError
-from magicpig_cli.events import Event, Finished, TokenEvent
+from magicpig_cli.events import Event, Finished
 from magicpig_cli.planner import Plan
 from magicpig_cli.prompt_cache import FirstMessage, PromptCache
 from magicpig_cli.sessions import Loaded
@@ -178,14 +178,12 @@ class Chat:
         self.totals.begin()
 
         def observe(event: Event) -> None:
-            if isinstance(event, TokenEvent) and event.text:
-                self._so_far.append(event.text)
             for observer in (self.totals.observe, *observers):
                 observer(event)
 
         return stream_answer(
             self.engine, request, self.interrupts, show_text=True, quiet=self.quiet, live=self.live,
-            look=replace(self.look, opened=self.conversation.opened_thinking), observe=observe,
+            look=replace(self.look, opened=self.conversation.opened_thinking), observe=observe, so_far=self._so_far,
         )  # fmt: skip
 
     def _add(self, finished: Finished) -> None:
