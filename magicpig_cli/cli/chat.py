@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -113,6 +114,7 @@ def _run(
     from magicpig_cli.prompt_cache import PromptCache
     from magicpig_cli.sessions import Sessions
     from magicpig_cli.ui.answer import statistics_line
+    from magicpig_cli.ui.ending import ending_by_signal
     from magicpig_cli.ui.loading import load_engine
 
     engine = load_engine(settings, quiet=quiet)
@@ -128,12 +130,15 @@ def _run(
         )  # fmt: skip
         return None
     turn = OneTurn(engine, settings)
-    if name is not None:
-        turn.open(sessions, name, quiet=quiet)
-    try:
-        finished = turn.answer(documents, text, cache, show_text=not as_json, quiet=quiet, live=live, markdown=markdown)
-    finally:
-        sessions.leave(turn)
+    with contextlib.nullcontext() if name is None else ending_by_signal():
+        if name is not None:
+            turn.open(sessions, name, quiet=quiet)
+        try:
+            finished = turn.answer(
+                documents, text, cache, show_text=not as_json, quiet=quiet, live=live, markdown=markdown
+            )
+        finally:
+            sessions.leave(turn)
     if as_json:
         print(json.dumps(answer_json(engine, turn.sequence, finished), ensure_ascii=False))
     elif not quiet:

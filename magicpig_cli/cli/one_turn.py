@@ -16,6 +16,7 @@ from magicpig_cli.sessions import Sessions
 from magicpig_cli.ui import console
 from magicpig_cli.ui.answer import Interrupts, show_notices, stream_answer
 from magicpig_cli.ui.answer_text import TextLook
+from magicpig_cli.ui.ending import Ended
 
 
 class OneTurn:
@@ -53,7 +54,7 @@ class OneTurn:
     ) -> Finished:  # fmt: skip
         """Ask, and stream the answer. `ttft_s` includes reading a session or prompt cache. Raises MagicpigError.
 
-        On KeyboardInterrupt the conversation keeps what was answered by then, as after a single Ctrl-C.
+        On KeyboardInterrupt and `Ended` the conversation keeps what was answered by then, as after a single Ctrl-C.
         """
         conversation, so_far = self.conversation, list[str]()
         conversation.add_user(document_message(documents, text) if documents else text)
@@ -76,7 +77,7 @@ class OneTurn:
                 first = FirstMessage(conversation.messages, documents, text)
                 finished = cache.answer(first, ids, self.sequence, partial(stream, ids))
         except BaseException as problem:
-            if so_far and isinstance(problem, KeyboardInterrupt):
+            if so_far and isinstance(problem, KeyboardInterrupt | Ended):
                 conversation.add_assistant("".join(so_far))
             else:
                 conversation.undo()

@@ -17,12 +17,13 @@ from prompt_toolkit.document import Document
 
 from magicpig_cli.errors import MagicpigError
 from magicpig_cli.events import Finished, StepStats, Timing
-from magicpig_cli.ui.chat import history, loop, sessions
+from magicpig_cli.ui.chat import history, sessions
 from magicpig_cli.ui.chat.completing import SlashCompleter
 from magicpig_cli.ui.chat.history import CappedHistory
 from magicpig_cli.ui.chat.patience import interruptible
 from magicpig_cli.ui.chat.toolbar import fit
 from magicpig_cli.ui.chat.totals import Totals
+from magicpig_cli.ui.ending import ending_by_signal
 
 
 def entries(path: Path) -> list[str]:
@@ -168,11 +169,11 @@ def test_where_nothing_is_kept_the_commands_say_so():
 def test_signals_that_are_ignored_or_unknown_are_left_alone(monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
-        with loop._ending_by_signal():
+        with ending_by_signal():
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             assert callable(signal.getsignal(signal.SIGTERM))
         monkeypatch.delattr(signal, "SIGHUP")  # as on Windows
-        with loop._ending_by_signal():
+        with ending_by_signal():
             assert callable(signal.getsignal(signal.SIGTERM))
     finally:
         monkeypatch.undo()

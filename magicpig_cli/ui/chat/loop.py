@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-from collections.abc import Iterator
-from types import FrameType
-from typing import Any
-
-from prompt_toolkit.application import Application
 from prompt_toolkit.application.current import get_app_or_none
 
 from magicpig_cli.config import Settings
@@ -23,8 +16,7 @@ from magicpig_cli.ui.chat.editing import editor, is_command, unblocked
 from magicpig_cli.ui.chat.sessions import Sessions, open_session
 from magicpig_cli.ui.chat.state import Chat
 from magicpig_cli.ui.chat.toolbar import Toolbar
-
-_ENDING = ("SIGTERM", "SIGHUP")  # by name: not every system has them
+from magicpig_cli.ui.ending import Ended, ending_by_signal
 
 
 def converse(
@@ -42,7 +34,7 @@ def converse(
     chat = Chat(
         engine, settings, quiet=quiet, live=live, markdown=markdown, sessions=sessions, prompt_cache=prompt_cache
     )  # fmt: skip
-    with _ending_by_signal():
+    with ending_by_signal(_leave_prompt):
         if not quiet:
             console.say(f"{engine.model_name} · {engine.context:,} tokens of context · /help lists commands")
         if sessions is not None and session is not None:
@@ -96,37 +88,15 @@ def _handle(chat: Chat, line: str) -> str | None:
         return None
 
 
-@contextlib.contextmanager
-def _ending_by_signal() -> Iterator[None]:
-    """While inside, SIGTERM and SIGHUP end the chat as Ctrl-C twice does: what is to be kept is kept.
+def _leave_prompt() -> bool:
+    """Have the prompt raise Ended, if it waits."""
+    app = get_app_or_none()
+    if app is None or app.loop is None or not app.is_running:
+        return False
 
-    Not one that whoever started this process wants ignored (`nohup`).
-    """
+    def leave() -> None:
+        if app.future is not None and not app.future.done():
+            app.exit(exception=Ended)
 
-    def end(_number: int, _frame: FrameType | None) -> None:
-        app = get_app_or_none()
-        if app is None or app.loop is None or not app.is_running:
-            raise Ended
-        # What is raised within a callback of asyncio goes no further.
-        app.loop.call_soon_threadsafe(_leave_prompt, app)
-
-    numbers: list[Any] = [number for name in _ENDING if (number := getattr(signal, name, None)) is not None]
-    # None: a handler that Python cannot put back
-    numbers = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    before = {number: signal.signal(number, end) for number in numbers}
-    try:
-        yield
-    except Ended:
-        raise KeyboardInterrupt from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _leave_prompt(app: Application[Any]) -> None:
-    if app.future is not None and not app.future.done():
-        app.exit(exception=Ended)
-
-
-class Ended(SystemExit):
-    """Somebody else has ended the chat."""
+    app.loop.call_soon_threadsafe(leave)  # what is raised within a callback of asyncio goes no further
+    return True
