@@ -27,6 +27,7 @@ REBUILD_GROWTH = 1.25  # times the keys behind an index's mean: a prefill that l
 HALVES_FROM = 2  # sequences decoded together from which on a sampled step beside a GPU is made in two halves
 ROWS_AT_ONCE = 4096  # rows that leave the window of a device in one copy: more than a chunk has, less than a context
 HASH_ROWS = 4096  # rows copied to a device and projected at a time
+SCAN_KEYS = 1 << 18  # signatures of one sequence and layer, all KV heads together, that a device scans at a time
 # Keys per block of the online softmax of a prompt chunk. 512 is 1.2× faster than 1024 (the scores of one block stay in
 # L2): measured on 2 cores with 9/3 heads of 64 and 8k history, when all chunks took this path on CPUs too.
 BLOCK_KEYS = 512

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 DEPTH = 2  # buffers of a ring
+PUT_BYTES = 1 << 20  # of the host's side, for what is to stay on the device
 _ALIGNED = 64  # bytes of which a part of a buffer begins at a multiple
 
 
