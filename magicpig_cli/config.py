@@ -68,6 +68,7 @@ class AttentionOptions:
     budget: float | None = None  # rabitq: share of the indexed keys to sample, in (0, 1]
     tail: float | None = None  # share of what is sampled that is drawn uniformly, in [0, 1)
     bits: int | None = None  # rabitq: bits per key, a multiple of 32 up to MAX_BITS
+    signatures: str | None = None  # rabitq, beside a GPU: host | device, who scans them; None or auto = chosen
     target_error: float | None = None  # rabitq: estimated relative error for which each head's budget is moved
     sink: int | None = None  # first tokens, always attended exactly
     local: int | None = None  # most recent tokens, always attended exactly

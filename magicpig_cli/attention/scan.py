@@ -21,15 +21,16 @@ _LEAST = torch.iinfo(torch.int16).min  # below every score
 
 
 def scan(
-    blocks: Sequence[BlockThere], tables: torch.Tensor, lines: torch.Tensor, means: torch.Tensor,
-    factor_scale: torch.Tensor, subset: torch.Tensor, longest: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Bits uint8 [H, n/8] of the rows that reach the thresholds, and these int32 [H]; arguments as in `kernels.Lookup`,
-    all on the device of the blocks. longest: the largest size of a subset.
+    blocks: Sequence[BlockThere], lookup: Sequence[torch.Tensor], subset: torch.Tensor, longest: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bits uint8 [H, n/8] of the rows that reach the thresholds, and these int32 [H].
+
+    lookup: tables, lines, means and factor_scale of a `kernels.Lookup`, and subset, on the device of the blocks;
+    longest: the largest size of a subset.
 
     A threshold that takes no row, or all, is for the host to know (`kernels.bounds_of`).
     """
-    values = scores(blocks, tables, lines, means, factor_scale)
+    values = scores(blocks, *lookup)
     bounds = thresholds(values, subset, longest)
     return packed(values >= bounds[:, None]), bounds.int()
 
@@ -45,15 +46,17 @@ def scores(
     entries = _entries(tables.view(kv_heads, group, nibbles, 16), lift, centre)
     offsets = torch.arange(kv_heads * nibbles, dtype=torch.int32, device=tables.device) * 256
     offsets = offsets.view(kv_heads, 1, 1, nibbles)
+    half = lines.new_full((1,), 1 << 14)  # of 2^15, by which products are divided: so they are rounded
+    of_means = (means.to(torch.int32).bitwise_left_shift_(15) + half).view(kv_heads, group, -1, 1)
     out = torch.empty((kv_heads, group, means.shape[1], 256), dtype=torch.int16, device=tables.device)
     done, at_once = 0, max(1, SCAN_KEYS // (256 * kv_heads))
     for codes, factors in _pieces(blocks, at_once):
         cells = slice(done, done + len(codes))
         sums = _centred_sums(codes, entries, offsets, group)  # [Hkv, G, cells here, 256]
         shares = (factors * factor_scale[:, None]).round_().to(torch.int32).transpose(0, 1).unsqueeze(1)
-        _multiply(sums, shares)
-        _multiply(sums, share)
-        out[:, :, cells] = sums.add_(means.view(kv_heads, group, -1, 1)[:, :, cells])
+        centred = torch.addcmul(half, sums, shares).bitwise_right_shift_(15)
+        scored = torch.addcmul(of_means[:, :, cells], centred, share)  # below 2^30, as a score is below 2^15
+        out[:, :, cells] = scored.bitwise_right_shift_(15)
         done += len(codes)
     return out.view(heads, -1)
 
@@ -106,11 +109,6 @@ def _centred_sums(codes: torch.Tensor, entries: torch.Tensor, offsets: torch.Ten
     return out.view(kv_heads, group, cells, -1)
 
 
-def _multiply(a: torch.Tensor, b: torch.Tensor) -> None:
-    """a becomes a·b / 2^15, rounded as the kernels round."""
-    a.mul_(b).add_(1 << 14).bitwise_right_shift_(15)
-
-
 def thresholds(values: torch.Tensor, subset: torch.Tensor, longest: int) -> torch.Tensor:
     """int16 [H]: of each head's scores int16 [H, n] the count-th largest of every stride-th (`Lookup.subset`)."""
     stride, size, count = (part[:, None] for part in subset.unbind(1))
@@ -122,5 +120,5 @@ def thresholds(values: torch.Tensor, subset: torch.Tensor, longest: int) -> torc
 
 def packed(flags: torch.Tensor) -> torch.Tensor:
     """bool [H, n] as bits uint8 [H, n/8], lowest first; n a multiple of 8."""
-    weights = 1 << torch.arange(8, dtype=torch.uint8, device=flags.device)
-    return (flags.view(len(flags), -1, 8) * weights).sum(dim=2, dtype=torch.uint8)
+    places = torch.arange(8, dtype=torch.uint8, device=flags.device)
+    return flags.view(torch.uint8).view(len(flags), -1, 8).bitwise_left_shift(places).sum(dim=2, dtype=torch.uint8)

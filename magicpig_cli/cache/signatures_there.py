@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from magicpig_cli.cache.device import Event
-from magicpig_cli.cache.staging import Staging
+from magicpig_cli.cache.staging import Kept, Staging
 from magicpig_cli.kernels import SIGNATURE_ROWS, SignatureBlock
 
 
@@ -27,7 +26,7 @@ class BlockThere:
 
     codes: torch.Tensor  # uint8 [n/256, Hkv, 8, bits/4, 16]: groups of 32 rows as `SignatureBlock` has them
     factors: torch.Tensor  # bfloat16 [n/256, Hkv, 256]
-    come: Event  # when they are there
+    kept: Kept | None = None  # by a staging, if it made the copy
 
 
 def by_cell(block: SignatureBlock) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +51,7 @@ class SignaturesThere:
     @property
     def nbytes(self) -> int:
         """Bytes of the device that all copies take."""
-        return sum(there.codes.nbytes + there.factors.nbytes for there in list(self._kept.values()))
+        return sum(there.kept.memory.nbytes for there in list(self._kept.values()) if there.kept is not None)
 
     def of(self, blocks: Sequence[SignatureBlock]) -> list[BlockThere]:
         """Copies of these blocks, for what is given to this thread's stream. Raises torch.OutOfMemoryError."""
@@ -60,13 +59,15 @@ class SignaturesThere:
             there = [self._kept.get(id(block)) or self._put(block) for block in blocks]
         stream = self._staging.device.current_stream()
         for block in there:
-            stream.wait_event(block.come)
+            assert block.kept is not None
+            stream.wait_event(block.kept.come)
         return there
 
     def _put(self, block: SignatureBlock) -> BlockThere:
-        (codes, factors), come = self._staging.put("signatures", *by_cell(block))
-        self._kept[id(block)] = there = BlockThere(codes, factors, come)
-        ending = weakref.finalize(block, self._kept.pop, id(block), None)
+        kept = self._staging.put("signatures", *by_cell(block))
+        codes, factors = kept.tensors
+        self._kept[id(block)] = there = BlockThere(codes, factors, kept)
+        ending = weakref.finalize(block, _forget, weakref.ref(self), id(block))
         ending.atexit = False  # type: ignore[misc]  # the device may be gone by then
         return there
 
@@ -74,3 +75,10 @@ class SignaturesThere:
         """Let go of all copies; they are made again when they are asked for."""
         with self._lock:
             self._kept.clear()
+
+
+def _forget(owner: weakref.ref[SignaturesThere], block: int) -> None:
+    """A block is gone, and so is its copy, if its owner is not gone before."""
+    there = owner()
+    if there is not None:
+        there._kept.pop(block, None)

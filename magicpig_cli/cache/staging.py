@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,6 +29,15 @@ from magicpig_cli.cache.ring_shape import DEPTH, PUT_BYTES
 from magicpig_cli.cache.rings import Arrival, Lane, Slot, bytes_of, parts_of
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Tensors on a device, the memory that they are parts of, and when they are there."""
+
+    memory: torch.Tensor
+    tensors: list[torch.Tensor]
+    come: Event
 
 
 class Staging:
@@ -128,8 +138,8 @@ class Staging:
         finally:
             slot.used.record(self.device.current_stream())
 
-    def put(self, purpose: str, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Event]:
-        """Copies on the device that stay there, in memory of their own, and when they have come; never on a CPU.
+    def put(self, purpose: str, *tensors: torch.Tensor) -> Kept:
+        """Copies on the device that stay there, in memory of their own; never on a CPU.
 
         The tensors may be changed at once. Raises torch.OutOfMemoryError.
         """
@@ -150,7 +160,7 @@ class Staging:
                 device.copy(to[first : first + PUT_BYTES], host, lane.there)
                 slot.copied.record(lane.there)
         come.record(lane.there)
-        return there, come
+        return Kept(kept, there, come)
 
     def settle(self) -> None:
         """Wait for every copy that this thread has begun, and have done what was to be done with it."""

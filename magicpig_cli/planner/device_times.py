@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from magicpig_cli.config import SCAN_KEYS
 from magicpig_cli.gpus import Gpu
 from magicpig_cli.hardware import Speeds
 from magicpig_cli.kernels import row_bytes
@@ -23,6 +24,7 @@ PCIE_LANE_BYTES_S = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9}  # by generation, encod
 PCIE_SHARE = 0.8  # of it that copies of pinned memory reach
 COPY_S = 10e-6  # latency of one copy between host and GPU, and of waiting for it
 COPIES_PER_LAYER = 4  # query and codes to the host, output and LSE back
+SCAN_LAUNCHES, PIECE_LAUNCHES = 25, 13  # of a scan of one sequence and layer, and of each SCAN_KEYS signatures of it
 
 
 def with_gpu(
@@ -39,6 +41,10 @@ def with_gpu(
     terms.append(_launches(plan))
     assumed.append(f"{LAUNCHES} launches per layer of {LAUNCH_S * 1e6:.0f} µs, and nothing beside anything else")
     link = _link(speeds, plan.gpu, assumed)
+    if plan.scans_there and sampled:
+        memory_s, copies_s = rate or float("inf"), link[1] if link else float("inf")
+        terms.append(_scan(plan, plan.indexed_keys(tokens), batch * sampled, memory_s, copies_s))
+        assumed.append("a scan of signatures reads and writes each array of its operators in GPU memory")
     if link is None:
         missing.append("copies over PCIe, which were not measured")
     else:
@@ -71,6 +77,21 @@ def _launches(plan: Plan) -> Term:
     layers = plan.shape.layers
     words = f"{layers} layers × {LAUNCHES} launches × {LAUNCH_S * 1e6:.0f} µs"
     return Term("other", layers * LAUNCHES * LAUNCH_S, words)
+
+
+def _scan(plan: Plan, keys: int, scans: int, memory_bytes_s: float, down_bytes_s: float) -> Term:
+    """Signatures scanned by `attention.scan`, launches beside the work; look-up tables go there, a bit per key and head
+    comes back."""
+    shape = plan.shape
+    group, rows = shape.heads // shape.kv_heads, shape.kv_heads * keys
+    each = plan.bits // 8 + 2 + 3 * plan.bits // 2 + 56 * group
+    launches = SCAN_LAUNCHES + PIECE_LAUNCHES * -(-rows // SCAN_KEYS)
+    working, bits = rows * each / memory_bytes_s, shape.heads * keys / 8 / down_bytes_s
+    words = (
+        f"{scans} scans × (the longer of {rows:,} signatures × {each} B / {memory_bytes_s / 1e9:,.0f} GB/s and "
+        f"{launches} launches, 2 copies × {COPY_S * 1e6:.0f} µs, {shape.heads} × {keys:,} bits)"
+    )
+    return Term("retrieve", scans * (max(working, launches * LAUNCH_S) + 2 * COPY_S + bits), words)
 
 
 def _link(speeds: Speeds, gpu: Gpu, assumed: list[str]) -> tuple[float, float] | None:

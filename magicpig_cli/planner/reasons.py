@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from magicpig_cli.config import BUDGET_RANGE, Settings
 from magicpig_cli.hardware import Hardware
 from magicpig_cli.planner import memory
@@ -38,6 +40,7 @@ def of(
             lines.append(_tables(plan, settings, origin, too_large))
         else:
             lines += _signatures(plan, settings, profile)
+            lines += _scan(plan, settings)
         if tail := plan.tail_of(str(plan.sampler)):
             lines.append(f"tail {tail:g}: {_tail(plan, settings, profile)}")
         lines.append(_expected(plan, profile))
@@ -131,6 +134,24 @@ def _signatures(plan: Plan, settings: Settings, profile: Profile) -> list[str]:
     ]
 
 
+def _scan(plan: Plan, settings: Settings) -> list[str]:
+    """Who scans signatures, where there are two."""
+    asked = settings.attention.signatures
+    if plan.gpu is None:
+        return []
+    if plan.scans_there:
+        size = format_bytes(plan.index.device_copy(plan.indexed_keys(plan.context))[0])
+        return [
+            f"signatures device: as asked, a copy of {size} per sequence of {plan.context:,} tokens on {plan.gpu.name}"
+        ]
+    if asked == "device":
+        copied = replace(plan, signatures_there=True)
+        need = memory.written_out(part for part in memory.device(copied, 1) if part.name in ("signatures", "scan"))
+        return [f"signatures host: {plan.gpu.name} has no room for a copy, {need} more; the CPU scans them"]
+    why = "as asked" if asked == "host" else "default, as no GPU has been measured yet that scans them faster"
+    return [f"signatures host: {why}"]
+
+
 def _head_shares(plan: Plan, profile: Profile) -> list[str]:
     if not profile.head_shares:
         return []
@@ -165,7 +186,10 @@ def _unused(plan: Plan, settings: Settings) -> list[str]:
     ]
     if plan.sampler is None and asked.tail is not None:
         given.append(f"--tail {asked.tail:g}")
-    return [f"without effect on attention {plan.mode}: {', '.join(given)}"] if given else []
+    if asked.signatures == "device" and (plan.sampler != "rabitq" or plan.gpu is None):
+        given.append("--signatures device")
+    on = "" if plan.gpu is not None else " on a CPU" if plan.sampler == "rabitq" else ""
+    return [f"without effect on attention {plan.mode}{on}: {', '.join(given)}"] if given else []
 
 
 def _expected(plan: Plan, profile: Profile) -> str:

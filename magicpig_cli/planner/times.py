@@ -134,9 +134,12 @@ def _look_up(plan: Plan, rates: Rates, keys: int, heads: int) -> Iterator[Term]:
 
 
 def _scan(plan: Plan, rates: Rates, keys: int, heads: int) -> Iterator[Term]:
-    """rabitq: rotations of the queries, and the signatures of all keys."""
+    """rabitq: rotations of the queries, and the signatures of all keys unless a GPU scans them."""
     dim = plan.shape.head_dim
     rotated = dim * plan.bits * 4 / rates.sequential + heads * dim * plan.bits / rates.multiply_adds
+    if plan.scans_there:  # once for it, and once for the weights of what it finds
+        yield Term("retrieve", 2 * rotated, "rotations, twice")
+        return
     one_s = rates.scan_s * plan.bits / SCAN_BITS
     yield Term(
         "retrieve", rotated + heads * keys * one_s / rates.threads,

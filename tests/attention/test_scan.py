@@ -19,7 +19,7 @@ def queries(heads: int, head_dim: int, seed: int = 9) -> np.ndarray:
 
 
 def blocks_of(group: kernels.SignedRows) -> list[BlockThere]:
-    return [BlockThere(*by_cell(block), None) for block in group.blocks]
+    return [BlockThere(*by_cell(block)) for block in group.blocks]
 
 
 def scanned(q: np.ndarray, basis, group, budget, tail: float, scale: float):
@@ -28,7 +28,7 @@ def scanned(q: np.ndarray, basis, group, budget, tail: float, scale: float):
     parts = [torch.from_numpy(part) for part in (found.tables, found.lines, found.means, found.factor_scale)]
     subset = torch.from_numpy(found.subset)
     values = scanning.scores(blocks_of(group), *parts)
-    bits, bounds = scanning.scan(blocks_of(group), *parts, subset, int(found.subset[:, 1].max()))
+    bits, bounds = scanning.scan(blocks_of(group), parts, subset, int(found.subset[:, 1].max()))
     reached = kernels.Reached(bits.numpy().view(np.uint64), kernels.bounds_of(found.subset, bounds.numpy()))
     return values.numpy(), reached
 
@@ -52,3 +52,37 @@ def test_scores_and_rows_are_those_of_the_kernels(bits, head_dim, group):
         assert np.array_equal(here.out, there.out)
         assert np.array_equal(here.lse, there.lse)
         assert np.array_equal(here.error, there.error)
+
+
+@pytest.mark.parametrize("odd", [0.0, np.inf, -np.inf, np.nan, 1e38, 1e-38])
+def test_odd_queries_and_keys_are_scored_as_the_kernels_score_them(odd):
+    rows = make_rows(1, 768, 32)
+    rows[0, 40, 0, 3], rows[0, 256:512, 0] = np.inf, 1.5  # one without a number, and keys equal to their mean
+    basis, q = make_basis(64, 32), queries(3, 32)
+    signed = make_signed(make_table(rows), 768, basis)
+    q[0, 1, 5] = odd
+    q[0, 2] *= 0 if odd == 0 else 1
+    budget = np.full((1, 3), 0.05, dtype=np.float32)
+    values, reached = scanned(q, basis, signed, budget, 0.25, 0.2)
+    (wanted,), _ = kernels.rabitq_scores(q, basis, [signed], scale=0.2)
+    assert np.array_equal(values, wanted)
+    assert (np.unpackbits(reached.bits.view(np.uint8), axis=1, bitorder="little") == (
+        values >= reached.bounds[:, None])).all()  # fmt: skip
+
+
+@pytest.mark.parametrize("at_once", [1, 256 * 2, 256 * 2 * 3, 1 << 18])
+def test_nothing_depends_on_how_much_is_scanned_at_a_time(monkeypatch, at_once):
+    """Blocks of any size, cut or put together: scores of 41 cells, whose threshold comes from every fifth row."""
+    monkeypatch.setattr(scanning, "SCAN_KEYS", at_once)
+    basis, table = make_basis(64, 16), make_table(make_rows(2, 41 * 256, 16), "bfloat16")
+    q, budget = queries(4, 16), np.array([[0.02, 0.002, 0.3, 1.0]], dtype=np.float32)
+    signed = make_signed(table, 41 * 256, basis, (256, 512, 1536, 6400))
+    values, reached = scanned(q, basis, signed, budget, 0.25, 0.25)
+    (wanted,), _ = kernels.rabitq_scores(q, basis, [signed], scale=0.25)
+    assert np.array_equal(values, wanted)
+    found = kernels.rabitq_sample(q, basis, [signed], budget=budget, tail=0.0, key=KEY, scale=0.25)
+    again = scanned(q, basis, signed, budget, 0.0, 0.25)[1]
+    flags = np.unpackbits(again.bits.view(np.uint8), axis=1, bitorder="little")
+    for h in range(3):
+        assert np.array_equal(np.flatnonzero(flags[h]), found[0][h])
+    assert reached.bounds[3] == -32768
