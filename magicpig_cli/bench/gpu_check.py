@@ -312,10 +312,11 @@ class Check:
     def _scanned_there(self, runner: ModelRunner, sequences: list[Sequence]) -> None:
         """The row that was just measured, but the GPU scans signatures in its memory; as many keys should come."""
         batch, plan = len(sequences), runner.plan
-        if self.clock.left < 0:
+        rows = [row for row in self.document["rows"] if (row["mode"], row["batch"]) == ("rabitq", batch)]
+        if self.clock.left < 0 or not rows:
             self._skip(f"signatures on the GPU, batch {batch}", "no time was left")
             return
-        row = next(row for row in reversed(self.document["rows"]) if (row["mode"], row["batch"]) == ("rabitq", batch))
+        row = rows[-1]
         self._forget_peak()
         runner.follow(replace(plan, signatures_there=True))
         try:

@@ -187,9 +187,8 @@ def _unused(plan: Plan, settings: Settings) -> list[str]:
     if plan.sampler is None and asked.tail is not None:
         given.append(f"--tail {asked.tail:g}")
     if asked.signatures == "device" and (plan.sampler != "rabitq" or plan.gpu is None):
-        given.append("--signatures device")
-    on = "" if plan.gpu is not None else " on a CPU" if plan.sampler == "rabitq" else ""
-    return [f"without effect on attention {plan.mode}{on}: {', '.join(given)}"] if given else []
+        given.append("--signatures device" + (", as no GPU is used" if plan.gpu is None else ""))
+    return [f"without effect on attention {plan.mode}: {', '.join(given)}"] if given else []
 
 
 def _expected(plan: Plan, profile: Profile) -> str:

@@ -53,6 +53,18 @@ def test_the_device_takes_the_rows_that_the_kernels_take(mode, delay):
     assert runner.staging.new_notices() == []
 
 
+def test_what_the_device_finds_is_what_is_attended_to(monkeypatch):
+    """If it says that no row reaches its threshold, the uniform tail is all that is left."""
+    scan = scan_there.scan
+    ratios = []
+    for found_there in (1, 0):
+        monkeypatch.setattr(scan_there, "scan", lambda *args, f=found_there: (scan(*args)[0] * f, scan(*args)[1]))
+        runner = there(FakeDevice(DELAYS["some"]))
+        ratios.append(runner.decode(read(runner), [5, 6, 7]).stats.sampled_ratio)
+    assert ratios[0] == pytest.approx(0.1, rel=0.2)
+    assert ratios[1] == pytest.approx(0.025, rel=0.5)
+
+
 @pytest.mark.parametrize("halves", [True, False])
 def test_in_halves_and_whole_and_beside_a_sequence_that_is_too_short(halves):
     found = []

@@ -402,7 +402,7 @@ def test_on_a_cpu_or_with_tables_nobody_else_scans_and_that_is_said():
     llama = SHAPES["Llama-3.1-8B"]
     cpu = plan(machine(512, None), llama, settings(8192, mode="rabitq", signatures="device", device="cpu"), BUILT_IN)
     assert not cpu.scans_there
-    assert "without effect on attention rabitq on a CPU: --signatures device" in cpu.reasons
+    assert "without effect on attention rabitq: --signatures device, as no GPU is used" in cpu.reasons
     tables = plan(machine(512, "RTX 4090"), llama, settings(8192, mode="lsh", signatures="device"), BUILT_IN)
     assert not tables.scans_there
     assert "without effect on attention lsh: --signatures device" in tables.reasons
