@@ -29,7 +29,7 @@ BLOCK_BYTES = 2 * SIGNATURE_ROWS * (128 // 8 + 2)  # of 256 rows of two KV heads
 
 
 def there(device: FakeDevice, mode: str = "rabitq", **changes) -> ModelRunner:
-    return make(device, mode, gpu=CARD, signatures_there=True, windows_on_host=False, **changes)
+    return make(device, mode, **{"gpu": CARD, "windows_on_host": False, "signatures_there": True, **changes})
 
 
 def copied_bytes(runner: ModelRunner) -> int:
@@ -131,22 +131,37 @@ def test_a_saved_sequence_has_copies_again(tmp_path):
     assert FakeDevice.current.problems == []
 
 
+def test_a_copy_that_one_half_has_begun_is_waited_for_by_the_other():
+    """Of what is left of a block by a cut, which the first step copies, by whoever comes first."""
+    device = FakeDevice(lambda direction, number: 0.01 if direction == "there" else 0)
+    runner = there(device)
+    sequence = runner.new_sequence()
+    list(runner.prefill(sequence, long_prompt(700)))
+    sequence.truncate(500)
+    fork = runner.fork(sequence)
+    runner.decode([sequence, fork], [5, 6])
+    assert copied_bytes(runner) == 2 * BLOCK_BYTES
+    assert device.problems == []
+
+
 def test_the_plan_knows_every_byte_of_it():
-    device = FakeDevice()
-    runner = there(device, context=700)
-    sequences = []
-    for number in range(3):
-        sequences.append(runner.new_sequence())
-        list(runner.prefill(sequences[-1], [3 + (7 * i + 11 * number) % 250 for i in range(690)]))
-    decode(runner, sequences, steps=3)
-    buffers = copy_buffers(runner.plan, batch=3)
+    held, planned_bytes = [], []
+    for make_runner in (make, there):
+        runner = make_runner(FakeDevice(), "rabitq", gpu=CARD, windows_on_host=False, context=700)
+        sequences = []
+        for number in range(3):
+            sequences.append(runner.new_sequence())
+            list(runner.prefill(sequences[-1], [3 + (7 * i + 11 * number) % 250 for i in range(690)]))
+        decode(runner, sequences, steps=3)
+        held.append(dict(FakeDevice.current.held))
+        planned_bytes.append(copy_buffers(runner.plan, batch=3))
     parts = {part.name: part.bytes for part in on_gpu(runner.plan, 3)}
-    assert device.held["buffers"] == buffers.device + copied_bytes(runner)
-    assert copied_bytes(runner) == 3 * runner.plan.index.device_copy(640)[0] * 2 // 3  # growth: one layer beside two
-    assert parts["signatures"] == 3 * 3 * 2 * BLOCK_BYTES
+    assert held[1]["buffers"] == planned_bytes[1].device + copied_bytes(runner)
+    assert copied_bytes(runner) == 3 * 2 * 2 * BLOCK_BYTES
+    assert parts["signatures"] == 3 * (2 + 1) * 2 * BLOCK_BYTES  # one layer more, for what is joined or cut
     assert parts["scan"] > 0
     never = 2 * DEPTH * PUT_BYTES  # by halves, none of which has had a block more
-    assert (buffers.host - never) / 2 < device.held["pinned"] <= buffers.host - never
+    assert held[1]["pinned"] - held[0]["pinned"] == planned_bytes[1].host - planned_bytes[0].host - never
 
 
 class Refusing:
