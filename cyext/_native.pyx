@@ -135,6 +135,9 @@ cdef extern from "signature.h" nogil:
         float offset
         float noise
         float unit
+        uint16_t lift
+        uint16_t centre
+        int16_t share
         float norm
         float tau
         float rate
@@ -153,6 +156,8 @@ cdef extern from "signature.h" nogil:
                     int16_t* out, int64_t stride)
     int score_bound(const int16_t* scores, int64_t n, double share, int16_t* subset)
     void take_scores(const int16_t* scores, int64_t n, int bound, const uint64_t* tail, uint64_t* bits)
+    void take_bits(const uint64_t* taken, int64_t n, int bound, const uint64_t* tail, uint64_t* bits)
+    int16_t to_int16(float x)
     void signature_weights(const float* dots, const float* squares, const float* means, const float* factors, int n,
                            const signed_t* head, float scale, int D, int bits, float share, const float* table,
                            int cells, float* out)
@@ -217,6 +222,7 @@ include "segment.pxi"
 include "sampled.pxi"
 include "lsh.pxi"
 include "signature.pxi"
+include "elsewhere.pxi"
 include "product.pxi"
 include "block.pxi"
 include "probe.pxi"

@@ -104,6 +104,8 @@ cdef struct Unit:
     const uint64_t* tail  # [G][words]: the uniform tail's, where it was drawn before; NULL: in `bits`
     int64_t tail_step   # words to the next head's; 0 where heads have the same
     const double* shares      # [G]: of rows, for the threshold
+    const uint64_t* taken     # [G][words]: by the threshold, where somebody else has compared; NULL: nobody has
+    const int32_t* bounds     # [G]: their thresholds
 
 
 cdef struct SignedItem:
@@ -195,7 +197,7 @@ cdef class Signed:
                 _set_unit(&self.job, self.units + u)
 
     cdef void scan(self, int threads, int64_t* times):
-        """Scores of all rows, thresholds, and bits."""
+        """Scores of all rows, thresholds, and bits; of units with bits taken only these."""
         cdef int64_t u, i, first, end = 0, bytes, count, most = SCORE_BYTES * <int64_t>threads, begin
         cdef int G = self.job.G
         cdef double ns
@@ -210,11 +212,12 @@ cdef class Signed:
         while begin < self.count:
             end, bytes, count = begin, 0, 0
             while end < self.count and (end == begin or bytes + 2 * G * self.units[end].count * CELL_ROWS <= room):
-                self.units[end].scores = <int16_t*>(scores.at + bytes)
-                bytes += 2 * G * self.units[end].count * CELL_ROWS
-                for first in range(0, self.units[end].count, SCORED_CELLS):
-                    item[count].unit, item[count].first = end, first
-                    count += 1
+                if self.units[end].taken == NULL:
+                    self.units[end].scores = <int16_t*>(scores.at + bytes)
+                    bytes += 2 * G * self.units[end].count * CELL_ROWS
+                    for first in range(0, self.units[end].count, SCORED_CELLS):
+                        item[count].unit, item[count].first = end, first
+                        count += 1
                 end += 1
             ns = <double>bytes / 2 * self.job.nibbles * 0.012
             with nogil:
@@ -314,12 +317,21 @@ cdef void _take_item(const void* work, int64_t at, int worker) noexcept nogil:
     cdef const Unit* unit = job.units + job.items[at].unit
     cdef int64_t began = now_ns(), g = job.items[at].first, n = unit.count * CELL_ROWS
     cdef signed_t* head = unit.heads + g
-    cdef const int16_t* scores = unit.scores + g * n
-    cdef int bound = score_bound(scores, n, unit.shares[g], <int16_t*>(job.scratch + worker * job.scratch_bytes))
+    cdef const uint64_t* tail = unit.tail + g * unit.tail_step if unit.tail else NULL
+    cdef uint64_t* bits = unit.bits + g * (n // 64)
+    cdef int bound
+    if unit.taken:
+        bound = unit.bounds[g]
+    else:
+        bound = score_bound(unit.scores + g * n, n, unit.shares[g],
+                            <int16_t*>(job.scratch + worker * job.scratch_bytes))
     head.tau = INFINITY if bound > TOP_SCORE else (<float>bound - <float>0.5) * head.unit
     if bound < -TOP_SCORE:
         head.rate = 1
-    take_scores(scores, n, bound, unit.tail + g * unit.tail_step if unit.tail else NULL, unit.bits + g * (n // 64))
+    if unit.taken:
+        take_bits(unit.taken + g * (n // 64), n, bound, tail, bits)
+    else:
+        take_scores(unit.scores + g * n, n, bound, tail, bits)
     job.times[worker * 8] += now_ns() - began
 
 
@@ -381,9 +393,11 @@ cdef _draw_tails(Signed signed, Parts parts, groups, const double[:, ::1] rates,
             group.draws[wanted[b]] = draw
 
 
-cdef Parts _take_signed(Signed signed, groups, Tables sources, rates, shares, key, int threads, int64_t* times):
+cdef Parts _take_signed(Signed signed, groups, Tables sources, rates, shares, key, int threads, int64_t* times,
+                        taken=()):
     """Parts with the bits of what is sampled."""
     cdef Parts parts = _signed_parts(signed, groups, sources, rates, shares)
+    _give_taken(signed, taken, rates.shape[1])
     _draw_tails(signed, parts, groups, rates, key, threads, times)
     signed.prepare(threads, times)
     signed.scan(threads, times)
@@ -392,14 +406,14 @@ cdef Parts _take_signed(Signed signed, groups, Tables sources, rates, shares, ke
 
 def rabitq_attend(const float[:, :, ::1] q, const float[:, :, ::1] packed, float share, groups,
                   const float[::1] weights, rates, shares, key, float scale, float softcap, int threads, runs,
-                  bint with_error):
-    """See _attend_all."""
+                  bint with_error, taken):
+    """See _attend_all and _give_taken."""
     cdef int64_t began = now_ns()
     cdef Memory times = Memory(threads * 64)
     tables = [group.table for group in groups]
     cdef Tables sources = Tables(tables + [run[0] for of_sequence in runs for run in of_sequence])
     cdef Signed signed = Signed(q, packed, groups, scale)
-    cdef Parts parts = _take_signed(signed, groups, sources, rates, shares, key, threads, <int64_t*>times.at)
+    cdef Parts parts = _take_signed(signed, groups, sources, rates, shares, key, threads, <int64_t*>times.at, taken)
     cdef AttendJob about
     about.bits, about.share = 4 * signed.job.nibbles, share
     return _attend_all(q, parts, sources, tables, runs, weights, &about, 0, scale, softcap, threads, with_error, times,

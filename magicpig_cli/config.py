@@ -27,6 +27,7 @@ REBUILD_GROWTH = 1.25  # times the keys behind an index's mean: a prefill that l
 HALVES_FROM = 2  # sequences decoded together from which on a sampled step beside a GPU is made in two halves
 ROWS_AT_ONCE = 4096  # rows that leave the window of a device in one copy: more than a chunk has, less than a context
 HASH_ROWS = 4096  # rows copied to a device and projected at a time
+SCAN_KEYS = 1 << 18  # signatures of one sequence and layer, all KV heads together, that a device scans at a time
 # Keys per block of the online softmax of a prompt chunk. 512 is 1.2× faster than 1024 (the scores of one block stay in
 # L2): measured on 2 cores with 9/3 heads of 64 and 8k history, when all chunks took this path on CPUs too.
 BLOCK_KEYS = 512
@@ -67,6 +68,7 @@ class AttentionOptions:
     budget: float | None = None  # rabitq: share of the indexed keys to sample, in (0, 1]
     tail: float | None = None  # share of what is sampled that is drawn uniformly, in [0, 1)
     bits: int | None = None  # rabitq: bits per key, a multiple of 32 up to MAX_BITS
+    signatures: str | None = None  # rabitq, beside a GPU: host | device, who scans them; None or auto = chosen
     target_error: float | None = None  # rabitq: estimated relative error for which each head's budget is moved
     sink: int | None = None  # first tokens, always attended exactly
     local: int | None = None  # most recent tokens, always attended exactly

@@ -281,6 +281,14 @@ static OUTLINE void take_scores(const int16_t *scores, int64_t n, int bound, con
     }
 }
 
+/* The same where somebody else has compared with the bound. */
+static OUTLINE void take_bits(const uint64_t *taken, int64_t n, int bound, const uint64_t *tail, uint64_t *bits) {
+    for (int64_t word = 0; word < n / 64; word++) {
+        const uint64_t drawn = tail ? tail[word] : bits[word];
+        bits[word] = bound < -TOP_SCORE ? ~(uint64_t)0 : bound <= TOP_SCORE ? drawn | taken[word] : drawn;
+    }
+}
+
 /* --- weights of sampled rows --- */
 
 /* Per key −ln u, from the table over z = (s − τ) / σ with `cells` uniform cells: dots = q·k without the scale, squares =

@@ -50,7 +50,10 @@ class Attention:
         """Bring the layer's index up to its store, anew where that has outgrown the old mean (after a prefill)."""
         if cache.index is not None and cache.index.outgrown:
             cache.index = None  # before the new one is made, not after: both together would be twice the memory
-        self._index(layer, cache).extend()
+        index = self._index(layer, cache)
+        index.extend()
+        assert self._sampler is not None
+        self._sampler.built(index)
 
     def adopt_index(self, layer: int, cache: LayerCache, saved: IndexReader) -> None:
         """Give the layer an index that was taken down before, as far as its store goes. Raises MagicpigError."""
@@ -190,8 +193,9 @@ class Attention:
     ) -> Partial:  # fmt: skip
         """Windows on the device, beside that by the kernels what of sampled sequences is in host memory, then merged.
 
-        Nobody waits but the host for its queries. The indexes' upkeep comes last, while the device goes on: rows that
-        this step has moved out of the window are sampled from later than on a CPU, and attended exactly until then.
+        Nobody waits but the host for its queries, and for the rows that a device finds for them. The indexes' upkeep
+        comes last, while the device goes on: rows that this step has moved out of the window are sampled from later
+        than on a CPU, and attended exactly until then.
         """
         assert self._sampler is not None
         with record.on_device("hash", self._staging):
@@ -203,13 +207,18 @@ class Attention:
         self._take(caches, key, value)
         with record.on_device("window", self._staging):
             near = attend_near(queries, list(caches), sampled, rule)
-        begin = time.perf_counter_ns()
-        q, *computed_here = asked.wait()
-        record.waited_ns += time.perf_counter_ns() - begin
+        with record.waiting():
+            here, *computed_here = asked.wait()
+        q = as_array(here)
+        there = self._sampler.found_there(layer, q, list(caches), rule, record, sampled, self._turn)
+        reached = None
+        if there is not None:
+            with record.waiting():
+                reached = there()
         with self._turn:
             runs = [c.stored_runs(start) if s else [] for c, start, s in zip(caches, covered, sampled, strict=True)]
             found = self._sampler.attend(
-                layer, as_array(q), list(caches), rule, record, runs, sampled, computed=computed_here
+                layer, q, list(caches), rule, record, runs, sampled, computed=computed_here, reached=reached
             )
         with record.on_device("merge", self._staging):
             attended = self._merged(layer, near, found, indexes, record)

@@ -7,9 +7,10 @@ each giving a `Partial`; `merge` weighs them by exp(LSE). Elsewhere one call of 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Protocol
 
 import numpy as np
@@ -63,7 +64,7 @@ class StepRecorder:
     squares: dict[int, list[float | None]] = field(default_factory=dict)  # mean square of the estimated relative error
     budgets: dict[int, list[float | None]] = field(default_factory=dict)  # mean budget
     errors: list[torch.Tensor] | None = None  # if a list: relative error of each sampled (sequence, head), per layer
-    waited_ns: int = 0  # until a device had queries; part of no stage
+    waited_ns: int = 0  # until a device had queries, or rows for them; part of no stage
     device_ns: dict[str, int] = field(default_factory=dict)  # stage → what the device took for it, beside the host
     lessons: list[tuple[Index, np.ndarray]] = field(default_factory=list)  # estimated errors [H], of `Attention.learn`
     late: list[Late] = field(default_factory=list)  # what `Attention.finish` has to wait for
@@ -76,6 +77,13 @@ class StepRecorder:
             yield
         finally:
             self.add(name, time.perf_counter_ns() - begin)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The host has nothing to do before a device has something for it."""
+        begin = time.perf_counter_ns()
+        yield
+        self.waited_ns += time.perf_counter_ns() - begin
 
     def add(self, name: str, nanoseconds: int) -> None:
         self.ns[name] = self.ns.get(name, 0) + nanoseconds
@@ -131,15 +139,30 @@ class Sampler(Protocol):
         """What a device computes of its queries float32 [B, H, D], to come to the host with them; never on a CPU."""
         ...
 
+    def built(self, index: Index) -> None:
+        """Told of an index that a prompt is complete in, before steps sample from it."""
+        ...
+
+    def found_there(
+        self, layer: int, q: np.ndarray, caches: list[LayerCache], rule: LogitRule, record: StepRecorder,
+        sampled: Sequence[bool], turn: Lock,
+    ) -> Callable[[], Sequence[kernels.Reached | None]] | None:  # fmt: skip
+        """Have a device find the keys of these queries float32 [B, H, D]; called, the result waits for them.
+
+        None: `attend` finds them. turn: held while the kernels are at work.
+        """
+        ...
+
     def attend(
         self, layer: int, q: np.ndarray, caches: list[LayerCache], rule: LogitRule, record: StepRecorder,
         exact: list[list[Run]] | None = None, sampled: Sequence[bool] | None = None,
-        computed: Sequence[torch.Tensor] = (),
+        computed: Sequence[torch.Tensor] = (), reached: Sequence[kernels.Reached | None] | None = None,
     ) -> Estimate:  # fmt: skip
         """Estimate attention over the indexed keys: q float32 [B, H, D].
 
         exact: per sequence, runs of rows in host memory that are attended exactly and merged in; sampled: which
-        sequences have more than these (None = all); computed: what `on_device` gave, in host memory.
+        sequences have more than these (None = all); computed: what `on_device` gave, in host memory; reached: what
+        `found_there` gave.
         """
         ...
 

@@ -149,10 +149,16 @@ class LshSampler:
     def on_device(self, layer: int, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (self.hasher(layer, q.shape[-1]).query_codes_there(q),)
 
+    def built(self, index: Index) -> None:
+        """It is on the host alone."""
+
+    def found_there(self, *_: object) -> None:
+        """It is on the host alone."""
+
     def attend(
         self, layer: int, q: np.ndarray, caches: list[LayerCache], rule: LogitRule, record: StepRecorder,
         exact: list[list[Run]] | None = None, sampled: SequenceOf[bool] | None = None,
-        computed: SequenceOf[torch.Tensor] = (),
+        computed: SequenceOf[torch.Tensor] = (), reached: SequenceOf[kernels.Reached | None] | None = None,
     ) -> Estimate:  # fmt: skip
         with record.stage("hash"):
             hasher = self.hasher(layer, q.shape[-1])

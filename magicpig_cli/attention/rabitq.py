@@ -16,6 +16,7 @@ import torch
 from magicpig_cli import kernels
 from magicpig_cli.attention.base import Estimate, LogitRule, StepRecorder, as_estimate
 from magicpig_cli.attention.estimator import log_normal_table
+from magicpig_cli.attention.scan_there import Found, ScanThere
 from magicpig_cli.cache.base import Index, IndexReader
 from magicpig_cli.cache.layer import LayerCache, Run
 from magicpig_cli.cache.signatures import SavedSignatures, SignatureIndex
@@ -66,18 +67,19 @@ def next_budgets(budgets: np.ndarray, error: np.ndarray, target: float) -> np.nd
 class RabitqSampler:
     """Directions of all sampled layers, and how much is read: `budget`, or what `target_error` makes of it.
 
-    tail: share of the budget that is drawn uniformly; head_budgets: by layer, float32 [H], where heads differ.
+    tail: share of the budget that is drawn uniformly; head_budgets: by layer, float32 [H], where heads differ; there: a
+    device that scans the signatures.
     """
 
     name = "rabitq"
 
     def __init__(
         self, *, budget: float, tail: float, bits: int, target_error: float | None, hash_seed: int, threads: int,
-        head_budgets: Mapping[int, np.ndarray] | None = None,
+        head_budgets: Mapping[int, np.ndarray] | None = None, there: ScanThere | None = None,
     ) -> None:  # fmt: skip
         self.budget, self.tail, self.bits, self.target_error = budget, tail, bits, target_error
         self._head_budgets = head_budgets or {}
-        self._hash_seed, self._threads = hash_seed, threads
+        self._hash_seed, self._threads, self._there = hash_seed, threads, there
         self._weights = log_normal_table()
         self._bases: dict[int, kernels.SignatureBasis] = {}
         self._lock = threading.Lock()
@@ -110,11 +112,40 @@ class RabitqSampler:
     def on_device(self, layer: int, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return ()
 
+    def built(self, index: Index) -> None:
+        if self._there is not None:
+            assert isinstance(index, SignatureIndex)
+            self._there.keep(index.parts)
+
+    def found_there(
+        self, layer: int, q: np.ndarray, caches: list[LayerCache], rule: LogitRule, record: StepRecorder,
+        sampled: SequenceOf[bool], turn: threading.Lock,
+    ) -> Found | None:  # fmt: skip
+        if self._there is None:
+            return None
+        groups, budgets = self._asked(layer, q, caches, sampled)
+        return self._there.find(
+            q, self.basis(layer, q.shape[-1]), groups, budget=budgets, tail=self.tail, scale=rule.scale,
+            threads=self._threads, record=record, turn=turn,
+        )  # fmt: skip
+
     def attend(
         self, layer: int, q: np.ndarray, caches: list[LayerCache], rule: LogitRule, record: StepRecorder,
         exact: list[list[Run]] | None = None, sampled: SequenceOf[bool] | None = None,
-        computed: SequenceOf[torch.Tensor] = (),
+        computed: SequenceOf[torch.Tensor] = (), reached: SequenceOf[kernels.Reached | None] | None = None,
     ) -> Estimate:  # fmt: skip
+        groups, budgets = self._asked(layer, q, caches, sampled)
+        done = kernels.rabitq_attend(
+            q, self.basis(layer, q.shape[-1]), groups, self._weights, budget=budgets, tail=self.tail,
+            key=(self._hash_seed, layer), scale=rule.scale, softcap=rule.softcap, threads=self._threads, exact=exact,
+            reached=reached,
+        )  # fmt: skip
+        return as_estimate(done, record, budgets)
+
+    def _asked(
+        self, layer: int, q: np.ndarray, caches: list[LayerCache], sampled: SequenceOf[bool] | None
+    ) -> tuple[list[kernels.SignedRows], np.ndarray]:
+        """The rows that are sampled from, of sequences that are not sampled none; and budgets float32 [B, H]."""
         groups, budgets = [], np.empty(q.shape[:2], dtype=np.float32)
         budgets[:] = self._head_budgets.get(layer, self.budget)
         for b, cache in enumerate(caches):
@@ -125,8 +156,4 @@ class RabitqSampler:
                     budgets[b] = cache.index.budgets
             else:
                 groups.append(kernels.SignedRows(cache.store.table, ()))
-        done = kernels.rabitq_attend(
-            q, self.basis(layer, q.shape[-1]), groups, self._weights, budget=budgets, tail=self.tail,
-            key=(self._hash_seed, layer), scale=rule.scale, softcap=rule.softcap, threads=self._threads, exact=exact,
-        )  # fmt: skip
-        return as_estimate(done, record, budgets)
+        return groups, budgets

@@ -1,8 +1,8 @@
 """What decides the answers of a run, what was typed and what was chosen: kept in the manifest, compared by a later run.
 
-Threads, device and batch size decide nothing (the determinism contract). What the planner chooses depends on the memory
-that is free just then, so a run that goes on takes the choices of the one before (`adopted`): they are compared only
-where they cannot be had again.
+Threads, device, who scans signatures and batch size decide nothing (the determinism contract). What the planner chooses
+depends on the memory that is free just then, so a run that goes on takes the choices of the one before (`adopted`):
+they are compared only where they cannot be had again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from magicpig_cli.config import Settings
 from magicpig_cli.errors import UsageError
 from magicpig_cli.planner import Plan
 
-_DECIDE_NOTHING = frozenset({"device", "offline", "trust_remote_code", "threads", "ordered"})
+_DECIDE_NOTHING = frozenset({"device", "offline", "trust_remote_code", "threads", "ordered", "signatures"})
 _OPTION_NAMES = {"mode": "attention", "K": "K", "L": "L"}  # where an option is not called like its field
 _ADOPTED = ("K", "L", "budget", "tail", "bits", "target_error", "sink", "local", "dense_layers")
 _OF_PROFILES = frozenset({"head_shares", "auto_lsh_from"})  # which no option sets

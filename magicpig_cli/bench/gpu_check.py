@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -82,7 +82,7 @@ class Check:
         self.document: dict[str, Any] = {
             "meta": {}, "parity": {"tokens_equal": None, "max_logit_diff": None}, "rows": [], "overlap_percent": None,
             "without_graphs": [], "launch_ms": {}, "prefill_tok_s": None, "prefill": {}, "overlap": {}, "halves": {},
-            "faster_than_offloaded": {}, "seconds": {}, "skipped": {}, "problems": [], "notices": [],
+            "faster_than_offloaded": {}, "signatures": {}, "seconds": {}, "skipped": {}, "problems": [], "notices": [],
         }  # fmt: skip
 
     def run(self) -> None:
@@ -234,6 +234,8 @@ class Check:
                 else:
                     sequences.append(runner.fork(sequences[len(sequences) % own]))
             self._row(sampler, runner, sequences, sampler, min(own, batch))
+            if sampler == "rabitq":
+                self._scanned_there(runner, sequences)
             if batch > 1:
                 self._whole(sampler, runner, sequences)
             if offloaded:
@@ -306,6 +308,32 @@ class Check:
         both = {"halves_ms": row[0]["tpot_ms"], "whole_ms": statistics.median(samples)}
         self.document["halves"].setdefault(sampler, {})[str(batch)] = both
         self.say(f"{sampler}, batch {batch} whole: {both['whole_ms']:.1f} ms per step")
+
+    def _scanned_there(self, runner: ModelRunner, sequences: list[Sequence]) -> None:
+        """The row that was just measured, but the GPU scans signatures in its memory; as many keys should come."""
+        batch, plan = len(sequences), runner.plan
+        rows = [row for row in self.document["rows"] if (row["mode"], row["batch"]) == ("rabitq", batch)]
+        if self.clock.left < 0 or not rows:
+            self._skip(f"signatures on the GPU, batch {batch}", "no time was left")
+            return
+        row = rows[-1]
+        self._forget_peak()
+        runner.follow(replace(plan, signatures_there=True))
+        try:
+            found = list(self._steps(runner, sequences, "rabitq"))[1:]
+        finally:
+            runner.follow(plan)
+        steps = [stats for _, stats in found]
+        self.document["signatures"][str(batch)] = both = {
+            "host_ms": row["tpot_ms"], "device_ms": statistics.median(ms for ms, _ in found),
+            "host_retrieve_ms": row["stages_ms"]["retrieve"],
+            "retrieve_ms": statistics.mean(stats.stages_ms["retrieve"] for stats in steps),
+            "scan_ms": statistics.mean(stats.device_ms.get("retrieve", 0.0) for stats in steps),
+            "waited_ms": statistics.mean(stats.waited_ms for stats in steps), "host_waited_ms": row["waited_ms"],
+            "sampled_ratio": statistics.mean(stats.sampled_ratio for stats in steps), "vram_bytes": self._peak_bytes(),
+        }  # fmt: skip
+        self.document["notices"] += runner.staging.new_notices()
+        self.say(f"signatures on the GPU, batch {batch}: {both['device_ms']:.1f} ms per step")
 
     def _steps(self, runner: ModelRunner, sequences: list[Sequence], mode: str) -> Iterator[tuple[float, Any]]:
         """(milliseconds, stats) of steps, the first to be left out; tokens differ, so that no two queries are alike."""

@@ -20,7 +20,7 @@ from magicpig_cli import kernels
 Interval = tuple[float, float]  # begin and end, in milliseconds of one clock
 
 _ANCHOR = "magicpig: both clocks"
-_DOORS = ("lsh_attend", "exact_attend", "rabitq_attend")  # of `kernels`, as far as there are
+_DOORS = ("lsh_attend", "exact_attend", "rabitq_attend", "rabitq_lookup")  # of `kernels`, as far as there are
 _COPIES = ("Memcpy", "Memset")  # what the profiler calls them
 
 

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 DEPTH = 2  # buffers of a ring
+PUT_BYTES = 1 << 20  # of the host's side, for what is to stay on the device
 _ALIGNED = 64  # bytes of which a part of a buffer begins at a multiple
 
 
 def aligned(size: int) -> int:
     """Bytes that a part of so many takes in a buffer."""
     return -(-size // _ALIGNED) * _ALIGNED
+
+
+def scan_bytes(heads: int, kv_heads: int, bits: int, keys: int) -> tuple[int, int]:
+    """(bytes sent to a device that scans the signatures of one sequence of so many keys, bytes that come back): a
+    `Lookup` of the kernels, and a bit per key and query head with a threshold per head."""
+    there = (heads * 4 * bits, heads * 3 * 4, heads * (keys // 256) * 2, kv_heads * 4, heads * 3 * 8)
+    return sum(map(aligned, there)), aligned(heads * (keys // 256) * 32) + aligned(heads * 4)

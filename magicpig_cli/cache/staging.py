@@ -18,16 +18,26 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from magicpig_cli.cache.device import Device, Event, Host
-from magicpig_cli.cache.ring_shape import DEPTH
+from magicpig_cli.cache.ring_shape import DEPTH, PUT_BYTES
 from magicpig_cli.cache.rings import Arrival, Lane, Slot, bytes_of, parts_of
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Tensors on a device, the memory that they are parts of, and when they are there."""
+
+    memory: torch.Tensor
+    tensors: list[torch.Tensor]
+    come: Event
 
 
 class Staging:
@@ -58,10 +68,13 @@ class Staging:
 
     # --- beside ---
 
-    def bring(self, purpose: str, *tensors: torch.Tensor, then: Callable[..., None] | None = None) -> Arrival:
+    def bring(
+        self, purpose: str, *tensors: torch.Tensor, then: Callable[..., None] | None = None, room: int = 0
+    ) -> Arrival:
         """Have tensors of the device come to the host, as they will be after what was given to this thread's stream.
 
-        then: called with them when they are here, by whoever waits first, or before their buffer is used again.
+        then: called with them when they are here, by whoever waits first, or before their buffer is used again; room:
+        bytes that the buffer has at least, so that it need not grow.
         """
         if self.on_host:
             arrival = Arrival(None, list(tensors), then)
@@ -70,7 +83,7 @@ class Staging:
             return arrival
         lane, device = self._lane, self.device
         slot = lane.slot(purpose)
-        here = parts_of(self._host_side(slot, bytes_of(tensors)), tensors)
+        here = parts_of(self._host_side(slot, max(bytes_of(tensors), room)), tensors)
         packed = [tensor.contiguous() for tensor in tensors]
         lane.computed.record(device.current_stream())
         lane.back.wait_event(lane.computed)
@@ -81,8 +94,8 @@ class Staging:
         return slot.arrival
 
     @contextmanager
-    def sent(self, purpose: str, *tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-        """Copies on the device of tensors of the host, which may be changed at once.
+    def sent(self, purpose: str, *tensors: torch.Tensor, room: int = 0) -> Iterator[list[torch.Tensor]]:
+        """Copies on the device of tensors of the host, which may be changed at once. room: as `bring` has it.
 
         They are valid inside, for what is given to this thread's stream there.
         """
@@ -90,7 +103,7 @@ class Staging:
             yield list(tensors)
             return
         slot = self._lane.slot(purpose)
-        there = self._packed(slot, tensors)
+        there = self._packed(slot, tensors, room)
         self.device.current_stream().wait_event(slot.copied)
         try:
             yield there
@@ -124,6 +137,30 @@ class Staging:
             yield label, there
         finally:
             slot.used.record(self.device.current_stream())
+
+    def put(self, purpose: str, *tensors: torch.Tensor) -> Kept:
+        """Copies on the device that stay there, in memory of their own; never on a CPU.
+
+        The tensors may be changed at once. Raises torch.OutOfMemoryError.
+        """
+        lane, device = self._lane, self.device
+        with torch.inference_mode(False):  # as in `store.as_tensor`
+            kept = device.buffer(bytes_of(tensors))
+        come = device.new_event()
+        come.record(device.current_stream())  # what this memory was until now may still be in use there
+        lane.there.wait_event(come)
+        there = parts_of(kept, tensors)
+        for target, source in zip(there, tensors, strict=True):
+            to, of = (tensor.view(-1).view(torch.uint8) for tensor in (target, source))
+            for first in range(0, len(of), PUT_BYTES):
+                slot = lane.slot(purpose)
+                piece = of[first : first + PUT_BYTES]
+                host = self._host_side(slot, PUT_BYTES)[: len(piece)]
+                host.copy_(piece)
+                device.copy(to[first : first + PUT_BYTES], host, lane.there)
+                slot.copied.record(lane.there)
+        come.record(lane.there)
+        return Kept(kept, there, come)
 
     def settle(self) -> None:
         """Wait for every copy that this thread has begun, and have done what was to be done with it."""
@@ -178,11 +215,15 @@ class Staging:
         else:
             self._refused()
 
+    def notice(self, text: str) -> None:
+        """Have this said to the user (`new_notices`)."""
+        self._notices.append(text)
+
     def _refused(self) -> None:
         """Said once; from then on nothing is asked for."""
         if self._pins:
             self._pins = False
-            self._notices.append("the system refuses pinned memory: copies to and from the GPU are slower")
+            self.notice("the system refuses pinned memory: copies to and from the GPU are slower")
 
     # --- buffers ---
 

@@ -194,6 +194,10 @@ SHARED_OPTIONS = (
         help="rabitq: bits per key in the index, a multiple of 32 (default 128)."),
     SharedOption("attention", "attention.target_error", float, ("--target-error",), min=0, parse=_share, metavar="E",
         help="rabitq: move each head's budget until its estimated error is below, like 0.05."),
+    SharedOption("attention", "attention.signatures", str, ("--signatures",), metavar="auto|host|device",
+        parse=_choice("auto", "host", "device"),
+        help="rabitq, beside a GPU: who compares signatures with queries; device keeps a copy of them in GPU memory. "
+        "auto is host."),
     SharedOption("attention", "attention.sink", int, ("--sink",), min=0, metavar="N",
         help="First tokens that are always attended exactly (default 4)."),
     SharedOption("attention", "attention.local", int, ("--local",), min=1, metavar="N",

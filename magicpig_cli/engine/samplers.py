@@ -9,6 +9,7 @@ from magicpig_cli.attention.base import Sampler
 from magicpig_cli.attention.lsh import LshSampler
 from magicpig_cli.attention.oracle import BASELINES, FullScores
 from magicpig_cli.attention.rabitq import RabitqSampler
+from magicpig_cli.attention.scan_there import ScanThere
 from magicpig_cli.attention.shares import head_budgets
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.planner import Plan
@@ -20,10 +21,14 @@ def _lsh(plan: Plan, hash_seed: int, staging: Staging) -> Sampler:
 
 def _rabitq(plan: Plan, hash_seed: int, staging: Staging) -> Sampler:
     moves = plan.target_error is not None  # by which each head finds its own
+    there = None
+    if plan.scans_there and not staging.on_host:
+        there = ScanThere(staging, plan.indexed_keys(plan.context))
     return RabitqSampler(
         budget=plan.budget, tail=plan.tail_of("rabitq"), bits=plan.bits, target_error=plan.target_error,
         hash_seed=hash_seed, threads=plan.threads,
         head_budgets=None if moves else head_budgets(plan.budget, plan.head_shares, plan.sampled_by_any),
+        there=there,
     )  # fmt: skip
 
 

@@ -26,7 +26,8 @@ from magicpig_cli.bench.layer_tensors import LayerTensors, stored
 from magicpig_cli.bench.report import markdown_table
 from magicpig_cli.config import DEFAULT_BITS, DEFAULT_BUDGET, DEFAULT_TAIL
 from magicpig_cli.kernels import SIGNATURE_ROWS
-from magicpig_cli.kernels.reference.signature import TOP_SCORE, look_up_tables, tail_rows, threshold
+from magicpig_cli.kernels.reference.signature import look_up_tables, tail_rows, threshold
+from magicpig_cli.kernels.signature_shape import TOP_SCORE
 
 SINK, LOCAL = 4, 64  # rows attended exactly at both ends, and what is left of a cell of 256
 

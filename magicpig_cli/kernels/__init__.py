@@ -16,7 +16,15 @@ from magicpig_cli.kernels.block import Activation, Block, Norm, block_inputs, bl
 from magicpig_cli.kernels.hashing import Projection, hash_queries, hash_rows
 from magicpig_cli.kernels.probe import read_rows, read_sequential
 from magicpig_cli.kernels.product import INT4_GROUP, Weights, WeightType, multiply, round_int4, widen_int4
-from magicpig_cli.kernels.rabitq import rabitq_attend, rabitq_sample, rabitq_scores
+from magicpig_cli.kernels.rabitq import (
+    Lookup,
+    Reached,
+    bounds_of,
+    rabitq_attend,
+    rabitq_lookup,
+    rabitq_sample,
+    rabitq_scores,
+)
 from magicpig_cli.kernels.rows import (
     NUMPY_TYPE,
     RowTable,
@@ -61,8 +69,10 @@ __all__ = [
     "Attended",
     "Block",
     "Joining",
+    "Lookup",
     "Norm",
     "Projection",
+    "Reached",
     "RowTable",
     "RowType",
     "Run",
@@ -77,6 +87,7 @@ __all__ = [
     "Weights",
     "block_inputs",
     "block_output",
+    "bounds_of",
     "build_segment",
     "exact_attend",
     "hash_queries",
@@ -87,6 +98,7 @@ __all__ = [
     "merge_segments",
     "multiply",
     "rabitq_attend",
+    "rabitq_lookup",
     "rabitq_sample",
     "rabitq_scores",
     "read_rows",

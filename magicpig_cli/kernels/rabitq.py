@@ -13,6 +13,7 @@ of the look-up tables, f²·(B/4)·step²/12, and of the scores, unit²/4.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -20,7 +21,32 @@ import numpy as np
 from magicpig_cli.kernels import isa
 from magicpig_cli.kernels.attend import Run, Sampled, as_sampled, want_matching, want_runs, want_tail, want_weights
 from magicpig_cli.kernels.checks import want_array, want_int, want_queries, want_scale
+from magicpig_cli.kernels.rows import widen
 from magicpig_cli.kernels.signature import SignatureBasis, SignedRows
+from magicpig_cli.kernels.signature_shape import TOP_SCORE, threshold_subset
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What whoever has a copy of the signatures of one sequence makes their scores of: integers, so that it makes the
+    same ones. With a signature's nibbles c_j and its factor's share f (see `factor_scale`) the score is
+
+        means[its cell] + ⌊⌊(lift · Σ_j tables[j, c_j] − centre) · f⌉ · share⌉,    ⌊x·y⌉ = (x·y + 2^14) >> 15
+    """
+
+    tables: np.ndarray  # uint8 [H, bits/4, 16]
+    lines: np.ndarray  # int32 [H, 3]: lift, centre, share
+    means: np.ndarray  # int16 [H, n/256]
+    factor_scale: np.ndarray  # float32 [Hkv]: f is a factor times this, rounded to nearest even
+    subset: np.ndarray  # int64 [H, 3]: see `threshold_subset`
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Rows of one sequence whose scores reach the threshold, where somebody else has compared."""
+
+    bits: np.ndarray  # uint64 [H, n/64], lowest bit first
+    bounds: np.ndarray  # int32 [H]: the threshold; −TOP_SCORE − 1: all rows, whatever the bits; TOP_SCORE + 1: none
 
 
 def rabitq_attend(
@@ -37,6 +63,7 @@ def rabitq_attend(
     threads: int,
     exact: Sequence[Sequence[Run]] | None = None,
     with_error: bool = True,
+    reached: Sequence[Reached | None] | None = None,
 ) -> Sampled:
     """Attention of q float32 [B, H, D] estimated from a share `budget` float32 [B, H] of the rows, in (0, 1] each.
 
@@ -45,18 +72,57 @@ def rabitq_attend(
     determine its draw. exact: for each sequence runs of other rows, which are attended exactly and merged with the
     estimate. A budget of 1, or a threshold below all scores, takes every row with π = 1. Angle and scores are those of
     scale·q·k also where a soft cap bounds the logit. with_error: also estimate the error: 9 to 18% of a call.
+    reached: of sequences whose scores somebody else has made and compared (`rabitq_lookup`), which rows that are: they
+    are not scanned here. The uniform tail, which depends on no score, is still drawn here.
     """
     want_weights(weights)
     want_scale(scale, softcap)
     rates, shares = _want_budget(q, budget, tail, key)
     _want_signed(q, basis, groups, threads)
+    elsewhere = _want_reached(q, groups, reached)
     runs = [()] * len(groups) if exact is None else exact
     want_runs(q, runs, [group.table for group in groups])
     found = isa.backend().rabitq_attend(
         q, basis.packed(), basis.share, groups, weights, rates, shares, key, scale, softcap or 0.0, threads, runs,
-        with_error,
+        with_error, elsewhere,
     )  # fmt: skip
     return as_sampled(found, with_error)
+
+
+def rabitq_lookup(
+    q: np.ndarray, basis: SignatureBasis, groups: Sequence[SignedRows], *, budget: np.ndarray, tail: float,
+    scale: float, threads: int,
+) -> list[Lookup]:  # fmt: skip
+    """What is needed of each sequence by whoever scans a copy of its signatures for these queries (see `Lookup`)."""
+    want_scale(scale, None)
+    _, shares = _want_budget(q, budget, tail, (0, 0))
+    _want_signed(q, basis, groups, threads)
+    made = isa.backend().rabitq_lookup(q, basis.packed(), groups, scale, threads)
+    return [
+        Lookup(tables, lines, means, _factor_scale(group), _subsets(group.n, of_heads.tobytes()))
+        for group, (tables, lines, means), of_heads in zip(groups, made, shares, strict=True)
+    ]
+
+
+def _factor_scale(group: SignedRows) -> np.ndarray:
+    largest = widen(group.largest)
+    scale = np.zeros_like(largest)
+    np.divide(np.float32(TOP_SCORE), largest, out=scale, where=largest > 0)
+    return scale
+
+
+@lru_cache(maxsize=256)
+def _subsets(n: int, shares: bytes) -> np.ndarray:
+    """Of n rows, by the shares float64 [H] in these bytes."""
+    subsets = [threshold_subset(n, share) if n else (1, 0, 0) for share in np.frombuffer(shares, dtype=np.float64)]
+    return np.array(subsets, dtype=np.int64).reshape(-1, 3)
+
+
+def bounds_of(subset: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Thresholds int32 [H] from those int32 [H] that subsets int64 [H, 3] have given: none or all need no scores."""
+    _, size, count = subset.T
+    bounds: np.ndarray = np.where(count == 0, TOP_SCORE + 1, np.where(count == size, -TOP_SCORE - 1, found))
+    return bounds.astype(np.int32)
 
 
 def rabitq_sample(
@@ -123,3 +189,22 @@ def _want_signed(q: np.ndarray, basis: SignatureBasis, groups: Sequence[SignedRo
     for group in groups:
         if group.bits not in (None, basis.bits):
             raise ValueError(f"groups: want {basis.bits} bits, as the basis has, got {group.bits}")
+
+
+def _want_reached(
+    q: np.ndarray, groups: Sequence[SignedRows], reached: Sequence[Reached | None] | None
+) -> list[tuple[np.ndarray, np.ndarray] | None]:
+    """As the kernels take it: one for each sequence, or none at all."""
+    if reached is None:
+        return []
+    if len(reached) != len(groups):
+        raise ValueError(f"reached: want one for each of {len(groups)} sequences, got {len(reached)}")
+    for group, found in zip(groups, reached, strict=True):
+        if found is None:
+            continue
+        want_array("reached bits", found.bits, np.uint64, "H, n/64", (q.shape[1], group.n // 64))
+        want_array("reached bounds", found.bounds, np.int32, "H", (q.shape[1],))
+        low, high = int(found.bounds.min()), int(found.bounds.max())
+        if low < -TOP_SCORE - 1 or high > TOP_SCORE + 1:
+            raise ValueError(f"reached bounds: want {-TOP_SCORE - 1} to {TOP_SCORE + 1}, got {low} to {high}")
+    return [None if found is None else (found.bits, found.bounds) for found in reached]

@@ -42,6 +42,7 @@ def check_request(shape: ModelShape, settings: Settings, *, on_gpu: bool) -> Non
     attention, model = settings.attention, settings.model
     _check_choice("--attention", attention.mode, ("auto", *SAMPLERS, "exact"))
     _check_choice("--kv-dtype", attention.kv_dtype, ("auto", "float32", "bfloat16", "int8"))
+    _check_choice("--signatures", attention.signatures or "auto", ("auto", "host", "device"))
     _check_choice("--quantize", model.quantize, ("none", "int8", "int4"))
     _check_tables(attention)
     check_signatures(attention)

@@ -113,6 +113,7 @@ def _draft(
         device_weights_bytes=forms.total(forms.on_device(shape, form)) if on_gpu else 0,
         device_reserve=profile.device_reserve if on_gpu else 0,
         graphs=on_gpu and not model.no_cuda_graphs,
+        signatures_there=on_gpu and attention.signatures == "device",
         speeds=hardware.speeds,
         profile=profile.name,
     )
@@ -283,10 +284,15 @@ def _host_budget(hardware: Hardware, draft: Plan) -> int:
 
 
 def _within_device(draft: Plan) -> Plan:
-    """Chunks and batches that the GPU has room for, and graphs if it has any for them. Raises MemoryBudgetError."""
+    """Chunks and batches that the GPU has room for, and signatures and graphs if it has any for them.
+
+    Raises MemoryBudgetError.
+    """
     gpu = draft.gpu
     if gpu is None:
         return draft
+    if memory.total(memory.device(draft, 1)) > gpu.free_bytes:
+        draft = replace(draft, signatures_there=False)
     while memory.total(memory.device(draft, 1)) > gpu.free_bytes and (draft.chunk > SHORTEST_CHUNK or draft.graphs):
         if draft.chunk > SHORTEST_CHUNK:
             draft = replace(draft, chunk=max(SHORTEST_CHUNK, draft.chunk // 2))

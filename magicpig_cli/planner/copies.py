@@ -6,6 +6,9 @@
     queries      host          queries of a step, and for hash tables their codes
     estimates    both sides    what the kernels make of them, and its LSE
     shares       host          how much of an estimated error is left in the end
+    lookups      both sides    what a GPU that scans signatures makes their scores of
+    reached      host          which rows these have led to
+    signatures   host          signatures on their way to a GPU that keeps them
     hashed rows  both sides    keys of one head that the GPU hashes
     codes        host          what it makes of them
 
@@ -17,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from magicpig_cli.cache.ring_shape import DEPTH, aligned
+from magicpig_cli.cache.ring_shape import DEPTH, PUT_BYTES, aligned, scan_bytes
 from magicpig_cli.config import HALVES_FROM, HASH_ROWS, ROWS_AT_ONCE
 from magicpig_cli.kernels import row_bytes, window_type
 from magicpig_cli.planner.plan import Plan
@@ -48,6 +51,8 @@ def copy_buffers(plan: Plan, batch: int) -> Buffers:
         rows = min(plan.block_rows, HASH_ROWS)
         keys = rows * row_bytes(plan.shape.head_dim, plan.row_dtype)
         total += Buffers(DEPTH * aligned(keys), DEPTH * (aligned(keys) + aligned(rows * plan.L * 2)))
+    if plan.scans_there:  # by who builds an index, and in each half by who has a block more
+        total += Buffers(0, (halves + 1) * DEPTH * PUT_BYTES)
     return total
 
 
@@ -68,3 +73,8 @@ def _of_lane(plan: Plan, sequences: int, *, reads: bool) -> Iterator[tuple[int, 
         yield 0, queries + codes
         yield queries + sums, queries + sums
         yield 0, len(plan.sampled_layers) * sequences * shape.heads * 4
+    if plan.scans_there:
+        keys = plan.indexed_keys(plan.context)
+        there, back = (sequences * size for size in scan_bytes(shape.heads, shape.kv_heads, plan.bits, keys))
+        yield there, there
+        yield 0, back

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from magicpig_cli.config import HALVES_FROM
+from magicpig_cli.config import HALVES_FROM, SCAN_KEYS
 from magicpig_cli.gpus import Gpu
 from magicpig_cli.hardware import Speeds
 from magicpig_cli.kernels import row_bytes
@@ -33,6 +33,7 @@ PCIE_LANE_BYTES_S = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9}  # by generation, encod
 PCIE_SHARE = 0.8  # of it that copies of pinned memory reach
 COPY_S = 10e-6  # latency of one copy between host and GPU, and of waiting for it
 COPIES_PER_LAYER = 4  # query and codes to the host, output and LSE back
+SCAN_LAUNCHES, PIECE_LAUNCHES = 25, 13  # of a scan of one sequence and layer, and of each SCAN_KEYS signatures of it
 
 Kernels = Callable[[int], tuple[Term, ...]]  # sequences → what the host's kernels take for all sampled layers
 
@@ -51,6 +52,8 @@ def step_time(plan: Plan, speeds: Speeds, kernels: Kernels, tokens: int, batch: 
         "where two things run beside each other in a layer, the longer one is all that counts",
     ]
     link = _link(speeds, plan.gpu, assumed)
+    if plan.scans_there and sampled:
+        assumed.append("a scan of signatures reads and writes each array of its operators in GPU memory")
     if link is None:
         missing.append("copies over PCIe, which were not measured")
     if any(part.packed for part in forms.moved(plan.shape, plan.weight_type, batch)) and rate is not None:
@@ -159,6 +162,9 @@ class _Machine:
         windows = self.sampled * sequences * WINDOW_KERNELS * KERNEL_S
         words = f"{self.sampled} layers × {sequences} × {WINDOW_KERNELS} kernels × {KERNEL_S * 1e6:.0f} µs"
         found.terms += [*kernels, _excess("window", windows, words, spent, "of the host's kernels")]
+        if self.plan.scans_there:
+            found.terms.append(self._scanning(sequences))
+            found.busy["GPU"] += found.terms[-1].seconds
         found.terms.append(self._merging(sequences))
         first, more = SAMPLED_OPERATORS
         count = self.sampled * (first + sequences * more)
@@ -168,6 +174,21 @@ class _Machine:
         found.busy["GPU"] += windows + self.sampled * MERGING * KERNEL_S
         found.busy["kernels"] += spent + upkeep  # which take turns
         found.busy["Python"] += self.sampled * MERGING * LAUNCH_S + upkeep
+
+    def _scanning(self, sequences: int) -> Term:
+        """Signatures scanned by `attention.scan`, launches beside the work; look-up tables go there, a bit per key and
+        head comes back."""
+        plan, shape, keys = self.plan, self.plan.shape, self.plan.indexed_keys(self.tokens)
+        rate, down = self.rate or float("inf"), self.link[1] if self.link else float("inf")
+        group, rows, scans = shape.heads // shape.kv_heads, shape.kv_heads * keys, sequences * self.sampled
+        each = plan.bits // 8 + 2 + 3 * plan.bits // 2 + 56 * group
+        launches = SCAN_LAUNCHES + PIECE_LAUNCHES * -(-rows // SCAN_KEYS)
+        working, bits = rows * each / rate, shape.heads * keys / 8 / down
+        words = (
+            f"{scans} scans × (the longer of {rows:,} signatures × {each} B / {rate / 1e9:,.0f} GB/s and "
+            f"{launches} launches, 2 copies × {COPY_S * 1e6:.0f} µs, {shape.heads} × {keys:,} bits)"
+        )
+        return Term("retrieve", scans * (max(working, launches * LAUNCH_S) + 2 * COPY_S + bits), words)
 
     def _merging(self, sequences: int) -> Term:
         """What a sampled layer waits for beside the kernels: queries to the host, results back, and their merging."""

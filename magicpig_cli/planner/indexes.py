@@ -54,6 +54,10 @@ class IndexBytes(Protocol):
         """(bytes, formula) of a GPU's memory while it hashes keys."""
         ...
 
+    def device_copy(self, keys: int) -> tuple[int, str]:
+        """(bytes, formula) of what a GPU that scans the index holds of it."""
+        ...
+
 
 def most_segments(keys: int) -> int:
     """The most segments that an index over `keys` keys can have, however it grew and was cut.
@@ -164,6 +168,9 @@ class TablesBytes:
         signs = self.K * self.L
         return HASH_ROWS * signs * (4 + 4 + 4 + 1), f"{HASH_ROWS:,} keys × {signs:,} signs × 13 B"
 
+    def device_copy(self, keys: int) -> tuple[int, str]:
+        return 0, "tables are on the host"
+
 
 @dataclass(frozen=True, slots=True)
 class SignaturesBytes:
@@ -217,3 +224,11 @@ class SignaturesBytes:
 
     def device_hashing(self) -> tuple[int, str]:
         return 0, "on the host"
+
+    def device_copy(self, keys: int) -> tuple[int, str]:
+        """Bits and factors; what means contribute to a score is sent. Small blocks that are joined, or what is left of
+        a block by a cut, stand beside it for a moment, in one layer."""
+        signed, each = keys // SIGNATURE_ROWS * SIGNATURE_ROWS, self.bits // 8 + 2
+        layers = self.layers + 1
+        words = f"({self.layers} + 1) layers × {self.kv_heads} heads × {signed:,} keys × {each} B"
+        return layers * self.kv_heads * signed * each if self.layers else 0, words

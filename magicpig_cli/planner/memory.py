@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from magicpig_cli.config import BLOCK_KEYS, FLASH_KEYS, RECORDED_BATCHES
+from magicpig_cli.config import BLOCK_KEYS, FLASH_KEYS, HALVES_FROM, RECORDED_BATCHES, SCAN_KEYS
 from magicpig_cli.kernels import row_bytes, window_type
 from magicpig_cli.planner import forms
 from magicpig_cli.planner.copies import copy_buffers
@@ -111,6 +111,8 @@ def device(plan: Plan, batch: int) -> tuple[Part, ...]:
         Part("reserve", plan.device_reserve, f"CUDA context and workspaces, profile {plan.profile}"),
         _activations(plan, batch),
         _hashing(plan),
+        _signatures(plan, batch),
+        _scan(plan, batch),
         _copies(plan, batch),
         _directions(plan, copies=1),
         _windows(plan, batch, plan.device_window_bytes()),
@@ -201,6 +203,29 @@ def _copies(plan: Plan, batch: int) -> Part:
 def _hashing(plan: Plan) -> Part:
     size, formula = plan.index.device_hashing()
     return Part("hashing", size if plan.sampled_layers else 0, formula)
+
+
+def _signatures(plan: Plan, batch: int) -> Part:
+    """Copies of the indexes of sequences of the whole context, where the GPU scans them."""
+    size, formula = plan.index.device_copy(plan.indexed_keys(plan.context)) if plan.scans_there else (0, "none")
+    return Part("signatures", batch * size, _times(batch) + formula)
+
+
+def _scan(plan: Plan, batch: int) -> Part:
+    """What a scan of one sequence and layer holds (`attention.scan`), in each half of a batch.
+
+    Of SCAN_KEYS signatures at a time what their bytes name, twice, as torch's `embedding_bag` keeps a number for each
+    too, sums, shares and a copy; of all scores, and flags on their way to bits; and look-up tables for whole bytes.
+    """
+    if not plan.scans_there:
+        return Part("scan", 0, "on the host")
+    shape, lanes = plan.shape, 2 if batch >= HALVES_FROM else 1
+    group, keys = shape.heads // shape.kv_heads, shape.kv_heads * plan.indexed_keys(plan.context)
+    at_once, each = min(keys, SCAN_KEYS), plan.bits + 16 * group + 8 + plan.bits // 8 + 2
+    tables = shape.heads * plan.bits // 4 * 256 * 2 * 4
+    size = at_once * each + keys * 4 * group + tables
+    formula = f"{lanes} × ({at_once:,} signatures × {each} B + {keys:,} × {4 * group} B + tables of {tables:,} B)"
+    return Part("scan", lanes * size, formula)
 
 
 def _graphs(plan: Plan, batch: int) -> Part:

@@ -62,6 +62,7 @@ class Plan:
     device_weights_bytes: int = 0  # of its memory
     device_reserve: int = 0  # bytes of it left to CUDA itself
     graphs: bool = False  # decode steps are CUDA graphs, which take memory of it too
+    signatures_there: bool = False  # rabitq: it has a copy of all signatures, and scans it
     speeds: Speeds | None = None  # of this machine; None = times cannot be predicted
     head_shares: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of rabitq: `attention.shares.Shares`
     profile: str = "built-in"
@@ -135,6 +136,11 @@ class Plan:
     def sampled_by_any(self) -> tuple[int, ...]:
         """The same, whatever the sampler is."""
         return tuple(layer for layer in self.shape.full_layers if layer not in self.dense_layers)
+
+    @property
+    def scans_there(self) -> bool:
+        """Whether the GPU scans signatures."""
+        return self.signatures_there and self.gpu is not None and self.sampler == "rabitq" and bool(self.sampled_layers)
 
     def offloaded(self, tokens: int) -> int:
         """How many keys of a sequence of `tokens` are in the host store, per layer and KV head."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from magicpig_cli.config import BUDGET_RANGE, Settings
 from magicpig_cli.hardware import Hardware
 from magicpig_cli.model.shape import ModelShape
@@ -39,6 +41,7 @@ def of(
             lines.append(_tables(plan, settings, origin, too_large))
         else:
             lines += _signatures(plan, settings, profile, no_shares)
+            lines += _scan(plan, settings)
         if tail := plan.tail_of(str(plan.sampler)):
             lines.append(f"tail {tail:g}: {_tail(plan, settings, profile)}")
         lines.append(_expected(plan, profile))
@@ -132,6 +135,24 @@ def _signatures(plan: Plan, settings: Settings, profile: Profile, no_shares: str
     ]
 
 
+def _scan(plan: Plan, settings: Settings) -> list[str]:
+    """Who scans signatures, where there are two."""
+    asked = settings.attention.signatures
+    if plan.gpu is None:
+        return []
+    if plan.scans_there:
+        size = format_bytes(plan.index.device_copy(plan.indexed_keys(plan.context))[0])
+        return [
+            f"signatures device: as asked, a copy of {size} per sequence of {plan.context:,} tokens on {plan.gpu.name}"
+        ]
+    if asked == "device":
+        copied = replace(plan, signatures_there=True)
+        need = memory.written_out(part for part in memory.device(copied, 1) if part.name in ("signatures", "scan"))
+        return [f"signatures host: {plan.gpu.name} has no room for a copy, {need} more; the CPU scans them"]
+    why = "as asked" if asked == "host" else "default, as no GPU has been measured yet that scans them faster"
+    return [f"signatures host: {why}"]
+
+
 def against_shares(profile: Profile, shape: ModelShape, model: str | None) -> str | None:
     """Why the profile's `head_shares` are not for this model, as the end of a sentence; None where they are, or none.
 
@@ -183,6 +204,8 @@ def _unused(plan: Plan, settings: Settings) -> list[str]:
     ]
     if plan.sampler is None and asked.tail is not None:
         given.append(f"--tail {asked.tail:g}")
+    if asked.signatures == "device" and (plan.sampler != "rabitq" or plan.gpu is None):
+        given.append("--signatures device" + (", as no GPU is used" if plan.gpu is None else ""))
     return [f"without effect on attention {plan.mode}: {', '.join(given)}"] if given else []
 
 

@@ -153,9 +153,13 @@ def _look_up(plan: Plan, rates: Rates, keys: int, batch: int) -> Iterator[Term]:
 
 
 def _scan(plan: Plan, rates: Rates, keys: int, batch: int) -> Iterator[Term]:
-    """rabitq: rotations of the queries, and the signatures of all keys, which nobody has read since the last step."""
+    """rabitq: rotations of the queries, and the signatures of all keys unless a GPU scans them; nobody has read them
+    since the last step."""
     heads, dim = batch * plan.shape.heads, plan.shape.head_dim
     rotated = dim * plan.bits * 4 / rates.sequential + heads * dim * plan.bits / rates.multiply_adds
+    if plan.scans_there:  # once for it, and once for the weights of what it finds
+        yield Term("retrieve", 2 * rotated, "rotations, twice")
+        return
     one_s = rates.scan_s * plan.bits / SCAN_BITS
     signatures = batch * plan.shape.kv_heads * keys * (plan.bits // 8 + 2)
     yield Term(

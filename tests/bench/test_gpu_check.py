@@ -56,6 +56,10 @@ def test_a_dry_run_goes_to_the_end(tmp_path):
     assert document["launch_ms"] == {"1": None, "2": None}
     assert {name: set(batches) for name, batches in document["halves"].items()} == {"lsh": {"2"}, "rabitq": {"2"}}
     assert document["halves"]["lsh"]["2"]["whole_ms"] > 0
+    assert set(document["signatures"]) == {"1", "2"}  # scanned by the CPU both times, where there is no GPU
+    for batch, both in document["signatures"].items():
+        assert both["device_ms"] > 0
+        assert both["sampled_ratio"] == pytest.approx(rows["rabitq", int(batch)]["sampled_ratio"])
     assert document["prefill_tok_s"] > 0
     assert document["prefill"]["at_context_tok_s"] > 0
     assert document["overlap_percent"] is None  # nothing ran on a GPU

@@ -91,6 +91,7 @@ EXAMPLES: dict[str, tuple[str | None, Any]] = {
     "tail": ("0", 0.0),
     "bits": ("256", 256),
     "target_error": ("0.1", 0.1),
+    "signatures": ("device", "device"),
     "sink": ("8", 8),
     "local": ("128", 128),
     "dense_layers": ("16,0", (0, 16)),

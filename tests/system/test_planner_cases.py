@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from magicpig_cli.cards import card
 from magicpig_cli.config import AttentionOptions, ModelOptions, Settings
-from magicpig_cli.errors import MemoryBudgetError
+from magicpig_cli.errors import MemoryBudgetError, UsageError
 from magicpig_cli.hardware import Hardware
 from magicpig_cli.model.shape import ModelShape, shape_from_config
 from magicpig_cli.planner import Plan, plan
@@ -369,3 +369,43 @@ def test_what_is_refused_on_a_gpu_names_the_gpu_that_would_do():
         plan(machine(256, "L20"), SHAPES["Llama-3.1-70B"], settings(32_768), PAPER)
     assert len(caught.value.hint.split("; or ")) == 3
     assert "a GPU with" in caught.value.hint
+
+
+def test_signatures_lie_on_a_gpu_where_that_is_asked_for_and_it_has_room():
+    """Llama-3.1-8B at 96k on an RTX 4090: 98,048 keys of 18 B in each layer, and in one more while an index grows."""
+    llama, asked = SHAPES["Llama-3.1-8B"], settings(98_304, mode="rabitq", signatures="device")
+    chosen = plan(machine(64, "RTX 4090"), llama, asked, BUILT_IN)
+    host = plan(machine(64, "RTX 4090"), llama, settings(98_304, mode="rabitq"), BUILT_IN)
+    sampled, keys = len(chosen.sampled_layers), 383 * 256
+    assert chosen.scans_there
+    assert not host.scans_there
+    parts, others = ({part.name: part.bytes for part in device(one, 1)} for one in (chosen, host))
+    assert parts["signatures"] == (sampled + 1) * 8 * keys * 18
+    assert parts["scan"] == 262_144 * (128 + 16 * 4 + 8 + 18) + 8 * chosen.indexed_keys(98_304) * 16 + 32 * 32 * 256 * 8
+    assert parts["copies"] > others["copies"]
+    assert {name: size for name, size in parts.items() if name not in ("signatures", "scan", "copies")} == {
+        name: size for name, size in others.items() if name != "copies"
+    }
+    assert chosen.sequence_bytes(98_304) == host.sequence_bytes(98_304)  # the host keeps its own
+    assert any(line.startswith("signatures device: as asked, a copy of 430.9 MiB") for line in chosen.reasons)
+    assert any(line.startswith("signatures host: default, as no GPU has been measured") for line in host.reasons)
+    tight = replace(machine(64, None), gpus=(replace(card("RTX 4090"), free_bytes=total(device(chosen, 1)) - 1),))
+    without = plan(tight, llama, asked, BUILT_IN)
+    assert not without.scans_there
+    assert without.chunk == chosen.chunk
+    (line,) = (line for line in without.reasons if line.startswith("signatures host"))
+    assert "has no room for a copy" in line
+    assert "430.9 MiB signatures + " in line
+
+
+def test_on_a_cpu_or_with_tables_nobody_else_scans_and_that_is_said():
+    llama = SHAPES["Llama-3.1-8B"]
+    cpu = plan(machine(512, None), llama, settings(8192, mode="rabitq", signatures="device", device="cpu"), BUILT_IN)
+    assert not cpu.scans_there
+    assert "without effect on attention rabitq: --signatures device, as no GPU is used" in cpu.reasons
+    tables = plan(machine(512, "RTX 4090"), llama, settings(8192, mode="lsh", signatures="device"), BUILT_IN)
+    assert not tables.scans_there
+    assert "without effect on attention lsh: --signatures device" in tables.reasons
+    assert not any(line.startswith("signatures") for plan_ in (cpu, tables) for line in plan_.reasons)
+    with pytest.raises(UsageError, match="--signatures gpu is unknown"):
+        plan(machine(512, None), llama, settings(8192, mode="rabitq", signatures="gpu", device="cpu"), BUILT_IN)

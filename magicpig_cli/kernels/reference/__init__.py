@@ -13,7 +13,7 @@ from magicpig_cli.kernels.reference.hashing import hash_queries, hash_rows, pack
 from magicpig_cli.kernels.reference.probe import read_rows, read_sequential
 from magicpig_cli.kernels.reference.product import multiply, round_int4, widen_int4
 from magicpig_cli.kernels.reference.rows import write_row
-from magicpig_cli.kernels.reference.signature import pack_basis, rabitq_scores, sign_rows
+from magicpig_cli.kernels.reference.signature import pack_basis, rabitq_lookup, rabitq_scores, sign_rows
 from magicpig_cli.kernels.reference.tables import join, segment_codes, truncate_segment
 
 TIER = "reference"
@@ -33,6 +33,7 @@ __all__ = [
     "pack_projection",
     "project",
     "rabitq_attend",
+    "rabitq_lookup",
     "rabitq_sample",
     "rabitq_scores",
     "read_rows",

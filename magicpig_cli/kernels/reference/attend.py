@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from magicpig_cli.kernels.signature import SignedRows
 
 MAX_LOGIT = 3e38
+Elsewhere = Sequence[tuple[np.ndarray, np.ndarray] | None]  # bits uint64 [H, n/64] and thresholds int32 [H]
 Estimate = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, tuple[int, int, int, int], int]
 
 
@@ -125,16 +126,17 @@ def lsh_attend(
 
 def _taken(
     q: np.ndarray, packed: np.ndarray, groups: Sequence[SignedRows], rates: np.ndarray, shares: np.ndarray,
-    key: tuple[int, int], scale: float,
+    key: tuple[int, int], scale: float, elsewhere: Elsewhere = (),
 ) -> list[list[Taken]]:  # fmt: skip
     H = q.shape[1]
-    return [
-        [
-            Taken(q[b, h], packed, group, scale, rates[b, h], shares[b, h], key, h * group.table.kv_heads // H)
-            for h in range(H)
-        ]
-        for b, group in enumerate(groups)
-    ]
+
+    def of_head(b: int, h: int) -> Taken:
+        there = elsewhere[b] if elsewhere else None
+        given = None if there is None else (there[0][h], there[1][h])
+        kv_head = h * groups[b].table.kv_heads // H
+        return Taken(q[b, h], packed, groups[b], scale, rates[b, h], shares[b, h], key, kv_head, given)
+
+    return [[of_head(b, h) for h in range(H)] for b in range(len(groups))]
 
 
 def rabitq_sample(
@@ -159,10 +161,11 @@ def rabitq_attend(
     threads: int,
     runs: Sequence[Sequence[Run]],
     with_error: bool,
+    elsewhere: Elsewhere,
 ) -> Estimate:
     """See `_estimate`."""
     began = time.perf_counter_ns()
-    taken = _taken(q, packed, groups, rates, shares, key, scale)
+    taken = _taken(q, packed, groups, rates, shares, key, scale, elsewhere)
     found = [[of_head.rows for of_head in heads] for heads in taken]
 
     def sampled(b: int, h: int, kv_head: int, keys: np.ndarray) -> tuple[np.ndarray, float]:

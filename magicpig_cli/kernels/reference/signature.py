@@ -10,16 +10,22 @@ import numpy as np
 
 from magicpig_cli.kernels.reference.rows import nearest_bfloat16
 from magicpig_cli.kernels.rows import widen
-from magicpig_cli.kernels.signature_shape import SIGNATURE_GROUP, SIGNATURE_ROWS, Z_HIGH, Z_LOW, rotation_share
+from magicpig_cli.kernels.signature_shape import (
+    SIGNATURE_GROUP,
+    SIGNATURE_ROWS,
+    TOP_SCORE,
+    Z_HIGH,
+    Z_LOW,
+    rotation_share,
+    threshold_subset,
+)
 
 if TYPE_CHECKING:
     from magicpig_cli.kernels.rows import RowTable
     from magicpig_cli.kernels.signature import SignedRows
 
 MOST = 31  # of a cell of the look-up tables: eight of them fit in a byte
-TOP_SCORE = 32767
 ROUNDING = 8  # units that a score may be off by, at most
-SUBSET, EXPECTED = 2048, 32  # rows that the threshold is taken from, and how many are expected above it: at least
 
 
 def pack_basis(matrix: np.ndarray) -> np.ndarray:
@@ -77,6 +83,7 @@ class Scores:
     def __init__(self, q: np.ndarray, packed: np.ndarray, group: SignedRows, h: int) -> None:
         """q float64 [D], times the scale of the logits; h: kv head."""
         table, step, offset = look_up_tables(packed @ q)
+        self.table = table
         codes = _concatenate([block.codes[h] for block in group.blocks], (0, len(table), 16))
         self.factors = widen(_concatenate([block.factors[h] for block in group.blocks], (0,))).astype(np.float64)
         self.means = widen(_concatenate([block.means[h] for block in group.blocks], (0, len(q)))).astype(np.float64)
@@ -97,10 +104,12 @@ class Scores:
         part = largest * step / lift * 32768 / TOP_SCORE  # of a product of a sum and a factor
         most = np.abs(of_means).max(initial=0) + largest * step * farthest
         unit = max(most / (TOP_SCORE - ROUNDING), part) or 1.0
-        shares = np.rint(self.factors * (TOP_SCORE / (largest or 1.0))).astype(np.int64)
-        product = _product(lift * sums - round(centre * lift), shares)
-        product = _product(product, min(round(part / unit * 32768), TOP_SCORE))
-        return unit, (product + np.rint(of_means / unit).astype(np.int64).repeat(SIGNATURE_ROWS)).astype(np.int16)
+        per_share = np.float32(TOP_SCORE) / np.float32(largest or 1.0)  # what a device has too (`Lookup.factor_scale`)
+        shares = np.rint(self.factors.astype(np.float32) * per_share).astype(np.int64)
+        self.line = lift, round(centre * lift), min(round(part / unit * 32768), TOP_SCORE)
+        self.of_means = np.rint(of_means / unit).astype(np.int16)
+        product = _product(_product(lift * sums - self.line[1], shares), self.line[2])
+        return unit, (product + self.of_means.astype(np.int64).repeat(SIGNATURE_ROWS)).astype(np.int16)
 
 
 def _product(a: np.ndarray, b: np.ndarray | int) -> np.ndarray:
@@ -117,11 +126,12 @@ def _concatenate(arrays: Sequence[np.ndarray], empty: tuple[int, ...]) -> np.nda
 def threshold(scores: np.ndarray, share: float) -> int:
     """The score that a share of the rows reaches, from every so-manieth of them: int16, above all if none is to be
     taken, below all if all are."""
-    if share <= 0 or len(scores) == 0:
+    if len(scores) == 0:
         return TOP_SCORE + 1
-    subset = scores[:: max(1, len(scores) // max(SUBSET, math.ceil(EXPECTED / share)))]
-    count = max(1, math.floor(share * len(subset) + 0.5))
-    return int(np.sort(subset)[-count]) if count < len(subset) else -TOP_SCORE - 1
+    stride, size, count = threshold_subset(len(scores), share)
+    if count in (0, size):
+        return -TOP_SCORE - 1 if count else TOP_SCORE + 1
+    return int(np.sort(scores[::stride])[-count])
 
 
 def tail_rows(n: int, rate: float, key: tuple[int, int], kv_head: int) -> np.ndarray:
@@ -162,22 +172,40 @@ def _scores(q: np.ndarray, packed: np.ndarray, group: SignedRows, scale: float, 
     return Scores(q.astype(np.float64) * scale, packed, group, h * group.table.kv_heads // heads)
 
 
+def rabitq_lookup(
+    q: np.ndarray, packed: np.ndarray, groups: Sequence[SignedRows], scale: float, threads: int
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """What the scores of each sequence are made of beside signatures: look-up tables uint8 [H, nibbles, 16], lift,
+    centre and share int32 [H, 3], scores of the means int16 [H, cells]."""
+    parts = []
+    for b, group in enumerate(groups):
+        heads = [_scores(q[b, h], packed, group, scale, h, q.shape[1]) for h in range(q.shape[1])]
+        tables = np.stack([of_head.table for of_head in heads])
+        lines = np.array([of_head.line for of_head in heads], dtype=np.int32)
+        parts.append((tables, lines, np.stack([of_head.of_means for of_head in heads])))
+    return parts
+
+
 class Taken:
     """The rows of one sequence and query head that are sampled, and what their weights depend on."""
 
     def __init__(
         self, q: np.ndarray, packed: np.ndarray, group: SignedRows, scale: float, rate: float, share: float,
-        key: tuple[int, int], h: int,
+        key: tuple[int, int], h: int, elsewhere: tuple[np.ndarray, int] | None = None,
     ) -> None:  # fmt: skip
-        """q [D]; rate of the uniform tail; share of the rows that the threshold is to take; h: kv head."""
+        """q [D]; rate of the uniform tail; share of the rows that the threshold is to take; h: kv head; elsewhere: the
+        rows that reach the threshold as bits uint64 [n/64], and the threshold, where somebody else has compared."""
         self._q, (self._bits, D) = q.astype(np.float64) * scale, packed.shape
         self._share = rotation_share(self._bits, D)
         self.scores = Scores(self._q, packed, group, h)
-        bound = threshold(self.scores.values, share)
+        values = self.scores.values.astype(np.int64)
+        bound = threshold(self.scores.values, share) if elsewhere is None else int(elsewhere[1])
+        reached = values >= bound
+        if elsewhere is not None and abs(bound) <= TOP_SCORE:
+            reached = np.unpackbits(elsewhere[0].astype("<u8").view(np.uint8), bitorder="little").astype(bool)
         self.rate = 1.0 if bound < -TOP_SCORE else rate
         self.tau = math.inf if bound > TOP_SCORE else (bound - 0.5) * self.scores.unit
-        values = self.scores.values.astype(np.int64)
-        self.rows = np.flatnonzero((values >= bound) | tail_rows(len(values), self.rate, key, h))
+        self.rows = np.flatnonzero(reached | tail_rows(len(values), self.rate, key, h))
 
     def log_weight(self, keys: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """−ln u [n] of the sampled keys [n, D], from the table over (s − τ) / σ."""
