@@ -208,7 +208,7 @@ def test_the_prompt_is_suspended_with_what_was_typed(start, terminal):
 def test_an_answer_that_ends_in_the_background_ends(start, terminal):
     """Its last act is to give the terminal its modes back, which from the background would stop it."""
     script = "set -m; {}; bg; wait %1; echo it ended with $?"
-    arguments = ("chat", "tell me", "-n", "700", "--temperature", "0")
+    arguments = ("chat", "tell me", "-n", "3000", "--temperature", "0")  # 3 s: it is stopped before it ends
     shell = start(*arguments, shell=script)
     terminal.wait_for("answering")
     terminal.type("\x1a")
