@@ -16,6 +16,7 @@ import pytest
 from magicpig_cli.cli import app
 from magicpig_cli.cli.eval import _Target
 from magicpig_cli.ui import eval as page
+from tests.conftest import keep_steady_speeds
 
 WORK = ("--tasks", "niah,kl", "-c", "1500", "--samples", "2", "--positions", "16", "-t", "1", "--hash-seeds", "2")
 
@@ -23,6 +24,7 @@ WORK = ("--tasks", "niah,kl", "-c", "1500", "--samples", "2", "--positions", "16
 @pytest.fixture
 def home(tmp_path) -> dict[str, str]:
     """An environment with directories of its own."""
+    keep_steady_speeds(tmp_path / "cache")
     return {
         **os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_DATA_HOME": str(tmp_path / "data"),
         "NO_COLOR": "1",
