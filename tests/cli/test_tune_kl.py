@@ -14,6 +14,7 @@ import pytest
 from magicpig_cli.cli import app
 from magicpig_cli.corpus import natural_text
 from magicpig_cli.model.loader import _byte_tokenizer
+from tests import warm
 from tests.conftest import keep_steady_speeds
 from tests.tiny import tiny_model
 
@@ -39,10 +40,7 @@ def home(tmp_path) -> dict[str, str]:
 
 
 def magicpig(home: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "magicpig_cli", *arguments], capture_output=True, text=True, timeout=300, env=home,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    return warm.run(*arguments, env=home)
 
 
 @pytest.mark.parametrize(
