@@ -35,9 +35,7 @@ def terminal() -> Iterator[Emulator]:
 
 
 @pytest.fixture
-def start(
-    tiny_directory: Path, terminal: Emulator, tmp_path: Path
-) -> Iterator[Callable[..., Started]]:
+def start(tiny_directory: Path, terminal: Emulator, tmp_path: Path) -> Iterator[Callable[..., Started]]:
     """Starts `magicpig COMMAND` with the tiny model on the terminal."""
     running: list[Started] = []
 
