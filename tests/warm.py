@@ -174,8 +174,15 @@ def _all_of(stream: IO[Any] | None) -> Any:
         return stream.read()
 
 
-def run(*arguments: str, timeout: float = 300, **options: Any) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run`, with text from pipes and nothing on stdin."""
-    program = Program(*arguments, text=True, **options)
+def run(
+    *arguments: str, input: str | None = None, timeout: float = 300, **options: Any
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """As `subprocess.run`, with text from pipes. input: as much as a pipe holds; None: nothing, and no pipe."""
+    read, write = os.pipe()
+    os.write(write, (input or "").encode())
+    os.close(write)
+    stdin = {} if input is None else {"stdin": read}
+    program = Program(*arguments, text=True, **stdin, **options)
+    os.close(read)
     out, err = program.communicate(timeout)
     return subprocess.CompletedProcess(program.args, program.wait(), out, err)
