@@ -13,7 +13,7 @@ for tool in qemu-aarch64-static aarch64-linux-gnu-gcc apt-get dpkg-deb; do
   fi
 done
 # What the kernel tests and their fixtures import, wheels alone: nothing is built for the other machine.
-packages=(numpy pytest pytest-timeout hypothesis platformdirs psutil)
+packages=(numpy pytest pytest-timeout pytest-xdist hypothesis platformdirs psutil)
 if [ "$(cat "$folder/ready" 2> /dev/null)" = "${packages[*]}" ]; then exit; fi
 rm -rf "$folder"
 mkdir -p "$folder/root" "$folder/bin"

@@ -1,14 +1,12 @@
 #!/usr/bin/env bash
-# Lint, types, import contracts and tests. With --slow also every "must show" of the roadmap, on the demo model, and the
-# kernel tests with sanitizers.
-# Further arguments go to pytest.
+# Lint, types, import contracts and tests, these in two processes. With --slow also every "must show" of the roadmap, on
+# the demo model, and the kernel tests with sanitizers.
+# Further arguments go to pytest: `-n 0` for one process, which -s needs, `-n 8` where there are more cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-select=(-m "not slow")
 if [ "${1:-}" = "--slow" ]; then
-  select=()
-  sanitized=yes
+  slow=yes
   shift
 fi
 
@@ -20,5 +18,13 @@ $bin/ruff check .
 $bin/ruff format --check .
 $bin/mypy
 $bin/lint-imports
-if [ -n "${sanitized:-}" ]; then bash scripts/test_sanitized.sh -q; fi
-exec $bin/python -m pytest "${select[@]}" "$@"
+
+# Neighbours in a file share fixtures, so each process gets one half and then takes from the end of the other's. Two
+# processes with two threads each would wait for one another (docs/decisions/002).
+together=(env OMP_NUM_THREADS=1 $bin/python -m pytest -m "not slow" -n 2 --dist worksteal)
+if [ -z "${slow:-}" ]; then exec "${together[@]}" "$@"; fi
+
+bash scripts/test_sanitized.sh -q
+# What times things runs after the rest, alone. Arguments may choose nothing of one part (5), not of both.
+"${together[@]}" "$@" || { nothing=$?; [ $nothing = 5 ] || exit $nothing; }
+$bin/python -m pytest -m slow "$@" || { status=$?; [ $status = 5 ] && [ -z "${nothing:-}" ] || exit $status; }

@@ -18,8 +18,9 @@ bash scripts/build_kernels.sh "$folder" -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM
 # per tier, the rest runs natively. Left out: statistics and others that repeat the same calls, which takes minutes here.
 tests=$PWD/tests/kernels
 cd "$folder"
-export PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$folder/site:$folder/packages" OMP_NUM_THREADS=2 OPENBLAS_NUM_THREADS=1
+export PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$folder/site:$folder/packages" OMP_NUM_THREADS=1
 export MAGICPIG_TEST_EXAMPLES=6
 bin/python -c 'from magicpig_cli.kernels import isa; assert isa.runnable() == ("portable", "neon"), isa.runnable()'
-exec bin/python -m pytest -c ../../pyproject.toml --rootdir ../.. -o pythonpath="build/neon/site ." -p no:cacheprovider \
+exec bin/python -m pytest -n 2 --dist worksteal -c ../../pyproject.toml --rootdir ../.. \
+  -o pythonpath="build/neon/site ." -p no:cacheprovider \
   "$tests" --ignore-glob "$tests/*statistics.py" -k "neon and not everything_sampled and not no_bit_depends" "$@"

@@ -9,12 +9,13 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from magicpig_cli import speeds
+from magicpig_cli import hardware, speeds
 from magicpig_cli.config import ModelOptions
 from magicpig_cli.errors import ModelError
 from magicpig_cli.hardware import Speeds
@@ -46,6 +47,15 @@ def steady_speeds() -> Iterator[Speeds]:
             speeds, "load_or_measure", lambda machine, threads, gpu=None, **_: replace(STEADY_SPEEDS, threads=threads)
         )
         yield STEADY_SPEEDS
+
+
+def keep_steady_speeds(folder: Path) -> None:
+    """Keep them in a cache directory, so that programs which a test starts with it measure nothing either."""
+    machine = hardware.probe()
+    for threads in {1, machine.threads}:
+        about = speeds.facts(machine, threads, None)
+        record = speeds.Record(replace(STEADY_SPEEDS, threads=threads), tries=speeds.MAX_TRIES)
+        speeds._write(folder / "magicpig-cli" / "speeds" / f"{speeds._digest(about)}.json", about, record)
 
 
 @pytest.fixture(scope="session", autouse=True)

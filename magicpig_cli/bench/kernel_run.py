@@ -107,7 +107,7 @@ class KernelBench:
     @cached_property
     def _cold(self) -> ColdCache:
         torch.set_num_threads(1)  # from here on; loading and capturing a model used all
-        return ColdCache()
+        return ColdCache(self.sizes.cold_bytes)
 
     def _case(self, name: str) -> dict[str, Any]:
         self.say(f"measuring {name}")

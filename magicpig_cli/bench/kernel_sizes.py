@@ -22,6 +22,9 @@ class Sizes:
     steps: int = 4  # different queries of a case
     appended: int = 32 << 10
     reps: int = 15
+    cold_bytes: int | None = None  # written between calls; None: several times the last-level cache
 
 
-QUICK = Sizes(long=4096, middle=2048, real=768, kv_heads=2, real_layers=(1, 16), appended=384, reps=2)
+QUICK = Sizes(
+    long=4096, middle=2048, real=768, kv_heads=2, real_layers=(1, 16), appended=384, reps=2, cold_bytes=1 << 20
+)  # fmt: skip

@@ -70,6 +70,7 @@ class BlockPool:
         self._open: dict[_Slab, None] = {}  # those with blocks that nobody holds
         self._holds: dict[int, _Hold] = {}  # by id of the array
         self._lost: deque[_Hold] = deque()  # whose arrays were forgotten
+        self._used = 0  # blocks that somebody holds, of all slabs
         self._lock = threading.Lock()
 
     @property
@@ -77,7 +78,7 @@ class BlockPool:
         """Bytes of the blocks that somebody holds, each counted once."""
         with self._lock:
             self._collect()
-            return sum(slab.used for slab in self._slabs) * self.block_bytes
+            return self._used * self.block_bytes
 
     @property
     def kept_bytes(self) -> int:
@@ -140,6 +141,7 @@ class BlockPool:
         slab.holders[number] += 1
         if slab.holders[number] == 1:
             slab.used += 1
+            self._used += 1
             if slab.used == len(slab.holders):
                 self._open.pop(slab, None)
         self._holds[hold.key] = hold
@@ -153,6 +155,7 @@ class BlockPool:
         slab.holders[hold.number] -= 1
         if slab.holders[hold.number] == 0:
             slab.used -= 1
+            self._used -= 1
             self._open[slab] = None
             if not slab.used:
                 del self._open[slab], self._slabs[slab]
@@ -168,7 +171,7 @@ class BlockPool:
         whole = HUGE_PAGE_BYTES // math.gcd(HUGE_PAGE_BYTES, self.block_bytes)  # blocks that fill huge pages
         if whole * self.block_bytes > _LARGEST_ROUNDING:
             whole = 1
-        share = sum(slab.used for slab in self._slabs) // _SLABS_PER_POOL
+        share = self._used // _SLABS_PER_POOL
         wanted = max(share, -(-_SMALLEST_SLAB // self.block_bytes))
         slab = _Slab(-(-wanted // whole) * whole, self.block_bytes)
         self._slabs[slab] = None

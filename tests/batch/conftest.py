@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from magicpig_cli.engine.conversation import ChatCodec
 from magicpig_cli.hardware import Hardware
 from magicpig_cli.model.shape import shape_from_config
 from magicpig_cli.planner import Plan, plan
+from tests import warm
 from tests.batch.desk import FAILS, Desk, as_bytes
 from tests.batch.fakes import FakeEngine
 from tests.text.vocabularies import CHATML, byte_level
@@ -108,15 +107,14 @@ def desk(desks) -> Desk:
 
 
 @pytest.fixture
-def process(tiny_directory, tmp_path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`process(*arguments)`: a real `magicpig batch` of the tiny model, in an empty directory."""
+def process(tiny_directory, tmp_path) -> Iterator[Callable[..., warm.Program]]:
+    """`process(*arguments)`: a `magicpig batch` of the tiny model, in an empty directory."""
     started = []
 
-    def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "magicpig_cli", "batch", *arguments, "-m", str(tiny_directory), "-t", "1"]
+    def start(*arguments: str, **options: Any) -> warm.Program:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(tmp_path)}
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **streams))
+        command = ("batch", *arguments, "-m", str(tiny_directory), "-t", "1")
+        started.append(warm.Program(*command, cwd=tmp_path, env=environment, text=True, **options))
         return started[-1]
 
     yield start

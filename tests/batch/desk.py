@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from magicpig_cli.cli import batch_run
 from magicpig_cli.config import Settings
 from magicpig_cli.events import Finished
 from magicpig_cli.planner import Plan
+from tests import warm
 from tests.batch.fakes import FakeEngine
 
 CRASHED = 77  # exit status of a fork that ended itself
@@ -199,7 +199,7 @@ def crash_at(count: int, files: tuple[str, ...], act: Callable[[], int]) -> int:
     return act()
 
 
-def wait_for_records(path: Path, count: int, running: subprocess.Popen[str]) -> None:
+def wait_for_records(path: Path, count: int, running: warm.Program) -> None:
     """Until a process has written that many."""
     while not path.exists() or path.read_bytes().count(b"\n") < count:
         assert running.poll() is None, running.communicate()

@@ -18,6 +18,7 @@ import pytest
 
 from magicpig_cli.batch.interrupt import Signals
 from magicpig_cli.cli import typed
+from tests import warm
 from tests.batch.desk import MANY, as_bytes, comparable, wait_for_records
 
 SOME = [{"prompt": 1}, *MANY[:40]]
@@ -85,14 +86,7 @@ class Terminal:
         self.shown = b""
 
     def options(self) -> dict[str, Any]:
-        def own() -> None:
-            import fcntl
-            import termios
-
-            os.setsid()
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-        return {"stdin": self.slave, "stdout": self.slave, "stderr": self.slave, "preexec_fn": own}
+        return {"stdin": self.slave, "stdout": self.slave, "stderr": self.slave, "own_terminal": True}
 
     def read(self) -> None:
         """What has come out so far."""
@@ -119,7 +113,7 @@ def hangups_count() -> Iterator[None]:
 def on_a_terminal(process):
     """`on_a_terminal(*arguments)`: (process, its terminal)."""
 
-    def start(*arguments: str) -> tuple[subprocess.Popen[str], Terminal]:
+    def start(*arguments: str) -> tuple[warm.Program, Terminal]:
         terminal = Terminal()
         running = process(*arguments, **terminal.options())
         os.close(terminal.slave)
@@ -128,7 +122,7 @@ def on_a_terminal(process):
     return start
 
 
-def wait(running: subprocess.Popen[str], terminal: Terminal) -> int:
+def wait(running: warm.Program, terminal: Terminal) -> int:
     while running.poll() is None:
         terminal.read()
         time.sleep(0.01)
@@ -136,7 +130,7 @@ def wait(running: subprocess.Popen[str], terminal: Terminal) -> int:
     return running.returncode
 
 
-def wait_on_terminal(path: Path, count: int, running: subprocess.Popen[str], terminal: Terminal) -> None:
+def wait_on_terminal(path: Path, count: int, running: warm.Program, terminal: Terminal) -> None:
     while not path.exists() or path.read_bytes().count(b"\n") < count:
         terminal.read()
         assert running.poll() is None, terminal.shown
@@ -175,12 +169,9 @@ def test_a_terminal_that_is_closed(on_a_terminal, tmp_path):
     assert sorted(ids(tmp_path / "in.out.jsonl")) == sorted(line["id"] for line in MANY[:40])
 
 
-def process_that_goes_on(running: subprocess.Popen[str], directory: Path) -> subprocess.CompletedProcess[str]:
-    assert isinstance(running.args, list)
+def process_that_goes_on(running: warm.Program, directory: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(directory)}
-    return subprocess.run(
-        [*running.args, "--resume"], cwd=directory, env=environment, capture_output=True, text=True, timeout=100
-    )  # fmt: skip
+    return warm.run(*running.args[3:], "--resume", cwd=directory, env=environment, timeout=100)
 
 
 def test_who_wants_hangups_ignored_has_them_ignored(on_a_terminal, process, tmp_path):
@@ -212,11 +203,8 @@ def test_a_disk_that_is_full(process, tmp_path):
     """The record that has no room is not there at all; the others are, and the run goes on once there is room."""
     (tmp_path / "in.jsonl").write_bytes(as_bytes(*SOME))
     room = 9001  # bytes
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
-
-    running = process("in.jsonl", "--batch-size", "2", preexec_fn=limit)
+    running = process("in.jsonl", "--batch-size", "2")
+    resource.prlimit(running.pid, resource.RLIMIT_FSIZE, (room, room))
     _, err = running.communicate(timeout=60)
     assert running.returncode == 1
     assert "error: cannot write in.out.jsonl: File too large" in err

@@ -58,6 +58,18 @@ class ScriptedChat:
         self.terminal.wait_until(lambda _: sum(row.startswith(PROMPT) for row in self.terminal.everything()) > before)
         return self.at_prompt()
 
+    def interrupt_prompt(self) -> list[str]:
+        """Ctrl-C at a prompt; returns all rows once the next one is there, which may look the same."""
+        before = self._prompts
+        self.type("\x03")
+        self.terminal.wait_until(lambda _: self._prompts > before)
+        return self.at_prompt()
+
+    @property
+    def _prompts(self) -> int:
+        """How many there were. Each says how it wants to be pasted into once keys come to it, and are no signals."""
+        return self.terminal.bytes_seen.count(b"\x1b[?2004h")
+
     def sees(self, text: str) -> list[str]:
         """Wait for a text; returns the rows of the screen."""
         return self.terminal.wait_for(text)

@@ -1,30 +1,23 @@
 """`magicpig` with a model that answers what a test says, on a terminal.
 
-All but the choice of tokens is real. A token is a byte, so characters come in pieces. Programs are forked from a server
-that has imported what they need: that takes seconds otherwise, per test.
+All but the choice of tokens is real. A token is a byte, so characters come in pieces.
 """
 
 from __future__ import annotations
 
-import fcntl
-import multiprocessing
 import os
 import sys
-import termios
 import time
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+from tests import warm
+
 END = "ÿ"  # the character that stands for the byte that ends an answer
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
-_PRELOADED = (
-    "magicpig_cli.engine.engine", "transformers.models.llama.modeling_llama", "magicpig_cli.ui.chat.loop",
-    "tests.conftest",
-    "magicpig_cli.cli.app", "magicpig_cli.ui.live_panel", "magicpig_cli.model.loader",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,9 +42,7 @@ class Program:
 
 def start(program: Program) -> ForkServerProcess:
     """Start it; the process has `exitcode`, `join` and `kill`."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))
-    process = context.Process(target=_run, args=(program,))
+    process = warm.server().Process(target=_run, args=(program,))
     process.start()
     return process
 
@@ -74,14 +65,9 @@ def _run(program: Program) -> None:
 
 
 def _take_terminal(path: str) -> None:
-    os.setsid()
-    terminal = os.open(path, os.O_RDWR)
-    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
-    for stream in range(3):
-        os.dup2(terminal, stream)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
+    terminal = os.open(path, os.O_RDWR | os.O_NOCTTY)
+    warm.open_streams(terminal, terminal, terminal)
+    warm.take_terminal()
 
 
 def _install(script: Script) -> None:

@@ -21,6 +21,7 @@ from magicpig_cli.config import AttentionOptions, ModelOptions, Settings
 from magicpig_cli.errors import MemoryBudgetError
 from magicpig_cli.events import STAGES
 from magicpig_cli.ui import console
+from tests import warm
 from tests.tiny import tiny_config
 
 FEW = ("--gen-tokens", "4", "--reps", "3", "--kv-dtype", "float32", "--dtype", "float32", "-t", "1", "--device", "cpu")
@@ -302,14 +303,11 @@ def test_a_real_process_that_is_stopped(model, tmp_path, ending):
     """Rows are in the file as soon as they are finished, and it is a whole document whenever the process ends."""
     output = tmp_path / "o.json"
     arguments = ("--context", "512", "--reps", "100", "--batch-size", "1,2,3,4,5,6,7,8", "--output", str(output))
-    with subprocess.Popen(
-        [sys.executable, "-m", "magicpig_cli", "bench", *model, *FEW, *arguments], stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        while not output.exists() and process.poll() is None:
-            time.sleep(0.01)
-        process.send_signal(ending)
-        out, err = process.communicate(timeout=60)
+    process = warm.Program("bench", *model, *FEW, *arguments, text=True)
+    while not output.exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(ending)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130 if ending == signal.SIGINT else -9, ""), err
     document = json.loads(output.read_text())
     assert document["meta"]["complete"] is False

@@ -136,16 +136,12 @@ def test_ctrl_c_at_the_prompt(scripted):
     chat = scripted()
     chat.type("half a line")
     chat.sees("> half a line")
-    chat.type("\x03")  # it goes away, and there is nothing to explain
-    rows = chat.at_prompt()
+    rows = chat.interrupt_prompt()  # it goes away, and there is nothing to explain
     assert "Ctrl-C again" not in "\n".join(rows)
     time.sleep(1.1)
-    chat.type("\x03")
-    chat.sees("Ctrl-C again, Ctrl-D or /exit leaves")
-    chat.at_prompt()
+    assert "Ctrl-C again, Ctrl-D or /exit leaves" in chat.interrupt_prompt()
     time.sleep(1.1)
-    chat.type("\x03")
-    chat.at_prompt()
+    chat.interrupt_prompt()
     assert chat.process.exitcode is None
     chat.type("\x03")
     assert chat.ends_with(130)[-1] == "interrupted"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ import pytest
 from magicpig_cli.cli import app
 from magicpig_cli.cli.eval import _Target
 from magicpig_cli.ui import eval as page
+from tests import warm
+from tests.conftest import keep_steady_speeds
 
 WORK = ("--tasks", "niah,kl", "-c", "1500", "--samples", "2", "--positions", "16", "-t", "1", "--hash-seeds", "2")
 
@@ -23,6 +24,7 @@ WORK = ("--tasks", "niah,kl", "-c", "1500", "--samples", "2", "--positions", "16
 @pytest.fixture
 def home(tmp_path) -> dict[str, str]:
     """An environment with directories of its own."""
+    keep_steady_speeds(tmp_path / "cache")
     return {
         **os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_DATA_HOME": str(tmp_path / "data"),
         "NO_COLOR": "1",
@@ -34,9 +36,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def magicpig_eval(home: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=300, env=home, stdin=subprocess.DEVNULL
-    )  # fmt: skip
+    return warm.run("eval", *arguments, env=home)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,10 @@ def test_a_killed_run_goes_on(tiny_directory, home, tmp_path):
     units = tmp_path / "killed.units.jsonl"
     arguments = (*arguments, "-o", str(tmp_path / "killed.json"))
     for least in (1, 3):
-        with subprocess.Popen(command(*arguments), env=home, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
-            _wait_for(lambda least=least: units.exists() and units.read_bytes().count(b"\n") >= least)
-            running.send_signal(signal.SIGKILL)
+        running = warm.Program("eval", *arguments, env=home)
+        _wait_for(lambda least=least: units.exists() and units.read_bytes().count(b"\n") >= least)
+        running.kill()
+        running.communicate()
     assert not (tmp_path / "killed.json").exists()
     before = units.read_bytes().count(b"\n")
     done = magicpig_eval(home, *arguments)

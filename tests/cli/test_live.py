@@ -20,9 +20,11 @@ import pytest
 from magicpig_cli.cli import app, bench
 from magicpig_cli.ui import console, live, loading
 from magicpig_cli.ui.live_panel import MAX_WIDTH
+from tests import warm
 from tests.ui.emulator import Emulator
 
 FRAME = "╭╰│"
+Started = subprocess.Popen | warm.Program
 
 
 @pytest.fixture
@@ -33,24 +35,25 @@ def terminal() -> Iterator[Emulator]:
 
 
 @pytest.fixture
-def start(tiny_directory: Path, terminal: Emulator, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+def start(tiny_directory: Path, terminal: Emulator, tmp_path: Path) -> Iterator[Callable[..., Started]]:
     """Starts `magicpig COMMAND` with the tiny model on the terminal."""
-    running: list[subprocess.Popen] = []
+    running: list[Started] = []
 
     def run(
         command: str, *arguments: str, environment: dict[str, str] | None = None, shell: str = "", **options
-    ) -> subprocess.Popen:  # fmt: skip
+    ) -> Started:  # fmt: skip
         inherited = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")}
         given = {
             "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", "PYTHONUTF8": "1", "XDG_CONFIG_HOME": str(tmp_path),
         }  # fmt: skip
-        program = [sys.executable, "-m", "magicpig_cli", command, *arguments, "-m", str(tiny_directory)]
-        process = terminal.start(
-            ["bash", "-c", shell.format(shlex.join(program))] if shell else program,
-            env=inherited | given | (environment or {}), **options,
-        )  # fmt: skip
-        running.append(process)
-        return process
+        arguments, env = (command, *arguments, "-m", str(tiny_directory)), inherited | given | (environment or {})
+        if shell:
+            program = shlex.join([sys.executable, "-m", "magicpig_cli", *arguments])
+            running.append(terminal.start(["bash", "-c", shell.format(program)], env=env))
+        else:
+            streams = {"stdin": terminal.theirs, "stdout": terminal.theirs, "stderr": terminal.theirs}
+            running.append(warm.Program(*arguments, env=env, own_terminal=True, **(streams | options)))
+        return running[-1]
 
     yield run
     for process in running:
@@ -208,7 +211,7 @@ def test_the_prompt_is_suspended_with_what_was_typed(start, terminal):
 def test_an_answer_that_ends_in_the_background_ends(start, terminal):
     """Its last act is to give the terminal its modes back, which from the background would stop it."""
     script = "set -m; {}; bg; wait %1; echo it ended with $?"
-    arguments = ("chat", "tell me", "-n", "700", "--temperature", "0")
+    arguments = ("chat", "tell me", "-n", "3000", "--temperature", "0")  # 3 s: it is stopped before it ends
     shell = start(*arguments, shell=script)
     terminal.wait_for("answering")
     terminal.type("\x1a")
@@ -229,8 +232,7 @@ def test_a_reader_of_the_answer_finds_no_panel_below_it(start, terminal):
     terminal.settle()
     assert b"reading the prompt" in terminal.bytes_seen
     assert b"answering" not in terminal.bytes_seen
-    with Path(os.devnull).open("w") as nowhere:
-        start("chat", "tell me", "-n", "2500", stdout=nowhere).wait(120)
+    start("chat", "tell me", "-n", "2500", stdout=subprocess.DEVNULL).wait(120)
     terminal.settle()
     assert b"answering" in terminal.bytes_seen
     assert not framed(terminal.everything())

@@ -20,6 +20,7 @@ from magicpig_cli.engine.engine import Engine
 from magicpig_cli.errors import ContextError, MagicpigError, UsageError
 from magicpig_cli.prompt_cache import PromptCache, check_path
 from magicpig_cli.sessions import Sessions
+from tests import warm
 
 GREEDY = GenerationOptions(max_tokens=6, temperature=0.0)
 BOOK = "".join(f"{n}: the ferry number {n * 7} leaves from pier {n % 5}.\n" for n in range(60))
@@ -121,24 +122,18 @@ def test_text_alone_is_read_again(engine, said, home):
 
 def test_text_is_there_after_every_turn_though_the_process_is_killed(tiny_directory, home):
     """kill -9 while the second answer is made: the first turn is there, and another process can go on with it."""
-    arguments = [sys.executable, "-m", "magicpig_cli", "chat", "-m", str(tiny_directory), "--temperature", "0"]
-    first = subprocess.run(
-        [*arguments, "-n", "4", "--session", "a", "one"], capture_output=True, text=True, check=False
-    )
+    arguments = ("chat", "-m", str(tiny_directory), "--temperature", "0")
+    first = warm.run(*arguments, "-n", "4", "--session", "a", "one")
     assert first.returncode == 0, first.stderr
-    child = subprocess.Popen(
-        [*arguments, "-n", "7000", "--session", "a", "two"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    child = warm.Program(*arguments, "-n", "7000", "--session", "a", "two")
     assert child.stdout is not None
     child.stdout.read(1)
-    taken = subprocess.run([*arguments, "--session", "a", "x"], capture_output=True, text=True, check=False)
+    taken = warm.run(*arguments, "--session", "a", "x")
     assert taken.returncode == 1
     assert f"process {child.pid} has session a open" in taken.stderr
-    child.send_signal(signal.SIGKILL)
+    child.kill()
     child.communicate()
-    done = subprocess.run(
-        [*arguments, "-n", "4", "--continue", "--json", "three"], capture_output=True, text=True, check=False
-    )
+    done = warm.run(*arguments, "-n", "4", "--continue", "--json", "three")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["usage"]["reused_tokens"] > 0
     content = json.loads((home / "a.json").read_text())
@@ -320,12 +315,11 @@ def test_slips_of_those_who_edit_a_session(engine, said, home, place, value):
 
 def test_a_session_goes_on_with_its_own_model(tiny_directory, home, tmp_path):
     """From another directory, and whatever the environment says; -m outranks it."""
-    program = [sys.executable, "-m", "magicpig_cli", "chat", "--temperature", "0", "-n", "2", "--json"]
 
     def run(*arguments: str, folder: Path = tmp_path) -> tuple[dict, str]:
-        done = subprocess.run(
-            [*program, *arguments, "hi"], capture_output=True, text=True, check=False, cwd=folder,
-            stdin=subprocess.DEVNULL, env=os.environ | {"MAGICPIG_MODEL": "no/such-model"},
+        done = warm.run(
+            "chat", "--temperature", "0", "-n", "2", "--json", *arguments, "hi", cwd=folder,
+            env=os.environ | {"MAGICPIG_MODEL": "no/such-model"},
         )  # fmt: skip
         return json.loads(done.stdout) if done.returncode == 0 else {}, done.stderr
 
@@ -484,18 +478,18 @@ def test_places_where_no_cache_can_be_are_refused_early(tmp_path):
 def test_killed_while_it_answers_the_file_is_there(tiny_directory, tmp_path):
     """The cache is written from the first token on, not when the answer is done."""
     (tmp_path / "book.txt").write_text(BOOK)
-    arguments = [
-        sys.executable, "-m", "magicpig_cli", "chat", "-m", str(tiny_directory), "-f", str(tmp_path / "book.txt"),
-        "--prompt-cache", str(tmp_path / "b.cache"), "--json",
-    ]  # fmt: skip
-    child = subprocess.Popen([*arguments, "-n", "4000", "?"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    arguments = (
+        "chat", "-m", str(tiny_directory), "-f", str(tmp_path / "book.txt"), "--prompt-cache",
+        str(tmp_path / "b.cache"), "--json",
+    )  # fmt: skip
+    child = warm.Program(*arguments, "-n", "4000", "?", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 60
     while not (tmp_path / "b.cache").exists() and time.monotonic() < until and child.poll() is None:
         time.sleep(0.05)
     assert child.poll() is None
-    os.kill(child.pid, signal.SIGKILL)
+    child.kill()
     child.wait()
-    done = subprocess.run([*arguments, "-n", "2", "again?"], capture_output=True, text=True, check=False)
+    done = warm.run(*arguments, "-n", "2", "again?")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["usage"]["reused_tokens"] > len(BOOK)
     assert "prompt cache" in done.stderr

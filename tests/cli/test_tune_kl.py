@@ -14,6 +14,8 @@ import pytest
 from magicpig_cli.cli import app
 from magicpig_cli.corpus import natural_text
 from magicpig_cli.model.loader import _byte_tokenizer
+from tests import warm
+from tests.conftest import keep_steady_speeds
 from tests.tiny import tiny_model
 
 GOAL = ("-c", "1k", "--target-error", "0.3", "--grid", "K=5..6,L=20..60:20", "-t", "1")
@@ -30,6 +32,7 @@ def tiny_directory(tmp_path_factory) -> Path:
 @pytest.fixture
 def home(tmp_path) -> dict[str, str]:
     """An environment with directories of its own."""
+    keep_steady_speeds(tmp_path / "cache")
     return {
         **os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_DATA_HOME": str(tmp_path / "data"),
         "NO_COLOR": "1",
@@ -37,10 +40,7 @@ def home(tmp_path) -> dict[str, str]:
 
 
 def magicpig(home: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "magicpig_cli", *arguments], capture_output=True, text=True, timeout=300, env=home,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    return warm.run(*arguments, env=home)
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,22 @@ import torch
 from magicpig_cli.config import AttentionOptions, GenerationOptions, ModelOptions, Settings
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.events import Finished
+from tests import warm
 
 PARITY = ("--dtype", "float32", "--kv-dtype", "float32", "--attention", "exact")
 
 
-def magicpig(*arguments: str, stdin: str | None = None, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "NO_COLOR": "", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {**os.environ, "NO_COLOR": "", "HF_HUB_OFFLINE": "1"}
+
+
+def magicpig(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    return warm.run(*arguments, input=stdin, env=ENVIRONMENT)
+
+
+def magicpig_from_the_start(*arguments: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "magicpig_cli", *arguments], input=stdin, capture_output=True, text=True,
-        env=environment, timeout=timeout, stdin=subprocess.DEVNULL if stdin is None else None, check=False,
+        [sys.executable, "-m", "magicpig_cli", *arguments], capture_output=True, text=True, env=ENVIRONMENT,
+        timeout=timeout, stdin=subprocess.DEVNULL, check=False,
     )  # fmt: skip
 
 
@@ -41,7 +48,9 @@ def test_chat_gives_what_transformers_generates(demo_available):
     )
     wanted = generated[0, len(ids) :].tolist()
     assert list(finished.token_ids) == wanted
-    done = magicpig("chat", "-m", "demo", *PARITY, "--temperature", "0", "--max-tokens", "48", "--json", question)
+    done = magicpig_from_the_start(
+        "chat", "-m", "demo", *PARITY, "--temperature", "0", "--max-tokens", "48", "--json", question
+    )
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["text"] == engine.tokenizer.decode(wanted, skip_special_tokens=True)
@@ -123,7 +132,7 @@ def test_wrong_use_is_one_line_and_a_hint(demo_available, arguments, stdin, code
 @pytest.mark.timeout(1500)
 def test_bench_from_8k_to_96k(demo_available):
     """In one run, beyond the model's own context: of what a long context adds to a step, sampling adds a part only."""
-    done = magicpig(
+    done = magicpig_from_the_start(
         "bench", "-m", "demo", "--contexts", "8k,32k,96k", "--fill", "tiled", "--gen-tokens", "16", "--reps", "3",
         "--output-format", "json", timeout=1500,
     )  # fmt: skip
