@@ -15,7 +15,7 @@ from magicpig_cli.evals.units import open_kept
 from tests.evals.conftest import CONTEXT, evaluated, request
 
 MODES = "lsh,topk,oracle"
-EVERYTHING = {"tasks": ("niah", "tenkeys", "ppl", "kl"), "contexts": (1500,), "samples": 2}
+EVERYTHING = {"tasks": ("niah", "tenkeys", "cwe", "ppl", "kl"), "contexts": (1500,), "samples": 2}
 
 
 def by_mode(evaluation: Evaluation) -> dict[str, dict]:
