@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from magicpig_cli import kernels
-from magicpig_cli.bench import gpu_check, gpu_parity, gpu_sizes
+from magicpig_cli.bench import gpu_check, gpu_parity, gpu_sizes, gpu_steps
 from magicpig_cli.bench.on_device import DeviceRunner
 from magicpig_cli.bench.overlap import common, length, measure_overlap, union
 from magicpig_cli.model import linear
@@ -116,7 +116,7 @@ def test_what_was_measured_is_kept_when_a_run_is_ended(monkeypatch, tmp_path):
     def end(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gpu_check.Check, "_overlap", end)
+    monkeypatch.setattr(gpu_steps.Steps, "overlap", end)
     with pytest.raises(KeyboardInterrupt):
         gpu_check.check(gpu_sizes.TOY, torch.device("cpu"), 300, output=tmp_path / "kept.json")
     kept = json.loads((tmp_path / "kept.json").read_text())
