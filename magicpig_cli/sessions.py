@@ -182,7 +182,7 @@ class Sessions:
                 self._write_cache(name, chat)
         except MagicpigError as problem:
             self._warn(f"session {name}: {problem.message}")
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             self._warn(f"session {name}: interrupted; the text is kept, and will be read again")
             raise
 

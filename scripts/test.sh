@@ -27,4 +27,4 @@ if [ -z "${slow:-}" ]; then exec "${together[@]}" "$@"; fi
 bash scripts/test_sanitized.sh -q
 # What times things runs after the rest, alone. Arguments may choose nothing of one part (5), not of both.
 "${together[@]}" "$@" || { nothing=$?; [ $nothing = 5 ] || exit $nothing; }
-$bin/python -m pytest -m slow "$@" || { status=$?; [ $status = 5 ] && [ -z "${nothing:-}" ] || exit $status; }
+$bin/python -m pytest -m slow "$@" -n 0 || { status=$?; [ $status = 5 ] && [ -z "${nothing:-}" ] || exit $status; }

@@ -175,14 +175,15 @@ class Check:
                 else:
                     sequences.append(runner.fork(sequences[len(sequences) % own]))
             self.steps.row(sampler, runner, sequences, sampler, min(own, batch))
-            if sampler == "rabitq":
-                self.steps.scanned_there(runner, sequences)
             if batch > 1:
                 self.steps.whole(sampler, runner, sequences)
             if offloaded:
                 self.steps.row("exact-offloaded", runner, sequences, "exact", min(own, batch))
             if batch in (self.sizes.batches[0], self.sizes.batches[-1]):
                 self.steps.overlap(sampler, runner, sequences)
+            if sampler == "rabitq":
+                with self.report.part(f"signatures on the GPU, batch {batch}"):
+                    self.steps.scanned_there(runner, sequences)
         if offloaded:
             self._prefill_at_the_end(runner, sequences[0])
 

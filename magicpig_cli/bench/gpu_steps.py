@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -16,6 +15,7 @@ from magicpig_cli.bench.gpu_sizes import Sizes
 from magicpig_cli.bench.overlap import measure_overlap
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.engine.runner import ModelRunner
+from magicpig_cli.planner.memory import with_signature_copies
 
 
 class Card:
@@ -96,20 +96,28 @@ class Steps:
         self._report.say(f"{sampler}, batch {batch} whole: {both['whole_ms']:.1f} ms per step")
 
     def scanned_there(self, runner: ModelRunner, sequences: list[Sequence]) -> None:
-        """The row that was just measured, but the GPU scans signatures in its memory; as many keys should come."""
+        """The row that was just measured, but the GPU scans copies of signatures: the same keys should come."""
         batch, plan = len(sequences), runner.plan
         rows = [row for row in self._document["rows"] if (row["mode"], row["batch"]) == ("rabitq", batch)]
+        copied, title = with_signature_copies(plan), f"signatures on the GPU, batch {batch}"
         if self._report.clock.left < 0 or not rows:
-            self._report.skip(f"signatures on the GPU, batch {batch}", "no time was left")
+            self._report.skip(title, "no time was left")
+            return
+        if plan.gpu is not None and not copied.scans_there:
+            self._report.skip(title, "it has no room for a copy")
             return
         row = rows[-1]
         self._card.forget_peak()
-        runner.follow(replace(plan, signatures_there=True))
+        runner.follow(copied)
         try:
             found = list(self._steps(runner, sequences, "rabitq"))[1:]
         finally:
             runner.follow(plan)
         steps = [stats for _, stats in found]
+        if notices := runner.staging.new_notices():  # the CPU has scanned some
+            self._document["notices"] += notices
+            self._report.skip(title, notices[0])
+            return
         self._document["signatures"][str(batch)] = both = {
             "host_ms": row["tpot_ms"], "device_ms": statistics.median(ms for ms, _ in found),
             "host_retrieve_ms": row["stages_ms"]["retrieve"],
@@ -119,8 +127,7 @@ class Steps:
             "sampled_ratio": statistics.mean(stats.sampled_ratio for stats in steps),
             "vram_bytes": self._card.peak_bytes(),
         }  # fmt: skip
-        self._document["notices"] += runner.staging.new_notices()
-        self._report.say(f"signatures on the GPU, batch {batch}: {both['device_ms']:.1f} ms per step")
+        self._report.say(f"{title}: {both['device_ms']:.1f} ms per step")
 
     def _steps(self, runner: ModelRunner, sequences: list[Sequence], mode: str) -> Iterator[tuple[float, Any]]:
         """(milliseconds, stats) of steps, the first to be left out; tokens differ, so that no two queries are alike."""

@@ -41,10 +41,10 @@ def by_cell(block: SignatureBlock) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class SignaturesThere:
-    """Copies of blocks on the device of a staging, which is none of the host's."""
+    """Copies of blocks on the device of a staging, which is none of the host's. room: bytes that they may take."""
 
-    def __init__(self, staging: Staging) -> None:
-        self._staging = staging
+    def __init__(self, staging: Staging, room: int) -> None:
+        self._staging, self._room = staging, room
         self._kept: dict[int, BlockThere] = {}  # by the identity of blocks that live
         self._lock = threading.Lock()  # halves of a batch may share a block, and want it at the same time
 
@@ -53,9 +53,15 @@ class SignaturesThere:
         """Bytes of the device that all copies take."""
         return sum(there.kept.memory.nbytes for there in list(self._kept.values()) if there.kept is not None)
 
-    def of(self, blocks: Sequence[SignatureBlock]) -> list[BlockThere]:
-        """Copies of these blocks, for what is given to this thread's stream. Raises torch.OutOfMemoryError."""
+    def of(self, blocks: Sequence[SignatureBlock]) -> list[BlockThere] | None:
+        """Copies of these blocks, for what is given to this thread's stream; None: there is no room for them.
+
+        Whoever gives the stream something to do with them holds them until it is done. Raises torch.OutOfMemoryError.
+        """
         with self._lock:
+            more = sum(block.codes.nbytes + block.factors.nbytes for block in blocks if id(block) not in self._kept)
+            if more and self.nbytes + more > self._room:
+                return None
             there = [self._kept.get(id(block)) or self._put(block) for block in blocks]
         stream = self._staging.device.current_stream()
         for block in there:
@@ -66,9 +72,10 @@ class SignaturesThere:
     def _put(self, block: SignatureBlock) -> BlockThere:
         kept = self._staging.put("signatures", *by_cell(block))
         codes, factors = kept.tensors
-        self._kept[id(block)] = there = BlockThere(codes, factors, kept)
+        there = BlockThere(codes, factors, kept)
         ending = weakref.finalize(block, _forget, weakref.ref(self), id(block))
         ending.atexit = False  # type: ignore[misc]  # the device may be gone by then
+        self._kept[id(block)] = there  # last: what is kept is forgotten with its block, whatever a signal does
         return there
 
     def clear(self) -> None:

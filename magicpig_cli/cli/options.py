@@ -203,7 +203,7 @@ SHARED_OPTIONS = (
     SharedOption("attention", "attention.local", int, ("--local",), min=1, metavar="N",
         help="Most recent tokens that are always attended exactly (default 64)."),
     SharedOption("attention", "attention.dense_layers", str, ("--dense-layers",), parse=_layers,
-        metavar="0,16|auto|none", help="Layers that are never sampled; auto: the profile's, layer 0 among them."),
+        metavar="0,16|auto|none", help="Layers that are never sampled; auto: the profile's, in shipped ones layer 0."),
     SharedOption("attention", "attention.kv_dtype", str, ("--kv-dtype",), metavar="auto|float32|bfloat16|int8",
         parse=_choice("auto", "float32", "bfloat16", "int8"),
         help="Number type of keys and values in host memory; auto is bfloat16, int8 takes half of that."),

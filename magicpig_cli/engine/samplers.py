@@ -23,7 +23,7 @@ def _rabitq(plan: Plan, hash_seed: int, staging: Staging) -> Sampler:
     moves = plan.target_error is not None  # by which each head finds its own
     there = None
     if plan.scans_there and not staging.on_host:
-        there = ScanThere(staging, plan.indexed_keys(plan.context))
+        there = ScanThere(staging, plan.indexed_keys(plan.context), plan.signature_room)
     return RabitqSampler(
         budget=plan.budget, tail=plan.tail_of("rabitq"), bits=plan.bits, target_error=plan.target_error,
         hash_seed=hash_seed, threads=plan.threads,

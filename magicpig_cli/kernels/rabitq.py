@@ -99,7 +99,7 @@ def rabitq_lookup(
     _want_signed(q, basis, groups, threads)
     made = isa.backend().rabitq_lookup(q, basis.packed(), groups, scale, threads)
     return [
-        Lookup(tables, lines, means, _factor_scale(group), _subsets(group.n, of_heads.tobytes()))
+        Lookup(tables, lines, means, _factor_scale(group), _subsets(group.n, of_heads.tobytes()).copy())
         for group, (tables, lines, means), of_heads in zip(groups, made, shares, strict=True)
     ]
 

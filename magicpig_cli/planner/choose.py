@@ -113,7 +113,6 @@ def _draft(
         device_weights_bytes=forms.total(forms.on_device(shape, form)) if on_gpu else 0,
         device_reserve=profile.device_reserve if on_gpu else 0,
         graphs=on_gpu and not model.no_cuda_graphs,
-        signatures_there=on_gpu and attention.signatures == "device",
         speeds=hardware.speeds,
         profile=profile.name,
     )
@@ -188,7 +187,10 @@ def _samplers(attention: AttentionOptions, profile: Profile) -> tuple[str, ...]:
 
 def _that_fits(hardware: Hardware, draft: Plan, settings: Settings, profile: Profile) -> _Choice:
     draft = _within_device(draft)
-    return _tables_that_fit(replace(draft, budget_bytes=_host_budget(hardware, draft)), settings, profile)
+    choice = _tables_that_fit(replace(draft, budget_bytes=_host_budget(hardware, draft)), settings, profile)
+    if settings.attention.signatures != "device":
+        return choice
+    return replace(choice, plan=memory.with_signature_copies(choice.plan))  # of the context that is left
 
 
 # --- tables and context --------------------------------------------------------------------------------------------
@@ -284,15 +286,10 @@ def _host_budget(hardware: Hardware, draft: Plan) -> int:
 
 
 def _within_device(draft: Plan) -> Plan:
-    """Chunks and batches that the GPU has room for, and signatures and graphs if it has any for them.
-
-    Raises MemoryBudgetError.
-    """
+    """Chunks and batches that the GPU has room for, and graphs if it has any for them. Raises MemoryBudgetError."""
     gpu = draft.gpu
     if gpu is None:
         return draft
-    if memory.total(memory.device(draft, 1)) > gpu.free_bytes:
-        draft = replace(draft, signatures_there=False)
     while memory.total(memory.device(draft, 1)) > gpu.free_bytes and (draft.chunk > SHORTEST_CHUNK or draft.graphs):
         if draft.chunk > SHORTEST_CHUNK:
             draft = replace(draft, chunk=max(SHORTEST_CHUNK, draft.chunk // 2))

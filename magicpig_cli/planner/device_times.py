@@ -163,8 +163,7 @@ class _Machine:
         words = f"{self.sampled} layers × {sequences} × {WINDOW_KERNELS} kernels × {KERNEL_S * 1e6:.0f} µs"
         found.terms += [*kernels, _excess("window", windows, words, spent, "of the host's kernels")]
         if self.plan.scans_there:
-            found.terms.append(self._scanning(sequences))
-            found.busy["GPU"] += found.terms[-1].seconds
+            self._scanning(found, sequences)
         found.terms.append(self._merging(sequences))
         first, more = SAMPLED_OPERATORS
         count = self.sampled * (first + sequences * more)
@@ -175,7 +174,7 @@ class _Machine:
         found.busy["kernels"] += spent + upkeep  # which take turns
         found.busy["Python"] += self.sampled * MERGING * LAUNCH_S + upkeep
 
-    def _scanning(self, sequences: int) -> Term:
+    def _scanning(self, found: _Forward, sequences: int) -> None:
         """Signatures scanned by `attention.scan`, launches beside the work; look-up tables go there, a bit per key and
         head comes back."""
         plan, shape, keys = self.plan, self.plan.shape, self.plan.indexed_keys(self.tokens)
@@ -188,7 +187,10 @@ class _Machine:
             f"{scans} scans × (the longer of {rows:,} signatures × {each} B / {rate / 1e9:,.0f} GB/s and "
             f"{launches} launches, 2 copies × {COPY_S * 1e6:.0f} µs, {shape.heads} × {keys:,} bits)"
         )
-        return Term("retrieve", scans * (max(working, launches * LAUNCH_S) + 2 * COPY_S + bits), words)
+        seconds = scans * (max(working, launches * LAUNCH_S) + 2 * COPY_S + bits)
+        found.terms.append(Term("retrieve", seconds, words))
+        found.busy["GPU"] += scans * working
+        found.busy["Python"] += scans * launches * LAUNCH_S
 
     def _merging(self, sequences: int) -> Term:
         """What a sampled layer waits for beside the kernels: queries to the host, results back, and their merging."""

@@ -8,7 +8,7 @@ length follow. On a GPU both are the same.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from magicpig_cli.config import BLOCK_KEYS, FLASH_KEYS, HALVES_FROM, RECORDED_BATCHES, SCAN_KEYS
 from magicpig_cli.kernels import row_bytes, window_type
@@ -111,7 +111,7 @@ def device(plan: Plan, batch: int) -> tuple[Part, ...]:
         Part("reserve", plan.device_reserve, f"CUDA context and workspaces, profile {plan.profile}"),
         _activations(plan, batch),
         _hashing(plan),
-        _signatures(plan, batch),
+        _signatures(plan),
         _scan(plan, batch),
         _copies(plan, batch),
         _directions(plan, copies=1),
@@ -119,6 +119,23 @@ def device(plan: Plan, batch: int) -> tuple[Part, ...]:
         _graphs(plan, batch),
     )
     return _some(parts)
+
+
+def with_signature_copies(plan: Plan) -> Plan:
+    """The plan with copies of signatures on its GPU, of one sequence of the whole context at least; else as it is.
+
+    Sequences share the room: all that may be decoded together have enough, or what the GPU has left. There are fewer of
+    them where one copy has no room beside the windows of more.
+    """
+    each, _ = plan.index.device_copy(plan.indexed_keys(plan.context))
+    if plan.gpu is None or plan.sampler != "rabitq" or not each:
+        return plan
+    one = replace(plan, signature_room=each)
+    for most in range(plan.max_batch, 0, -1):
+        left = plan.gpu.free_bytes - total(device(one, most))
+        if left >= 0:
+            return replace(one, max_batch=most, signature_room=min(most * each, each + left))
+    return plan
 
 
 def _some(parts: Iterable[Part]) -> tuple[Part, ...]:
@@ -205,10 +222,12 @@ def _hashing(plan: Plan) -> Part:
     return Part("hashing", size if plan.sampled_layers else 0, formula)
 
 
-def _signatures(plan: Plan, batch: int) -> Part:
-    """Copies of the indexes of sequences of the whole context, where the GPU scans them."""
-    size, formula = plan.index.device_copy(plan.indexed_keys(plan.context)) if plan.scans_there else (0, "none")
-    return Part("signatures", batch * size, _times(batch) + formula)
+def _signatures(plan: Plan) -> Part:
+    """Room for copies of the indexes, where the GPU scans them."""
+    if not plan.scans_there:
+        return Part("signatures", 0, "none")
+    _, each = plan.index.device_copy(plan.indexed_keys(plan.context))
+    return Part("signatures", plan.signature_room, f"for all sequences; of {plan.context:,} tokens one has {each}")
 
 
 def _scan(plan: Plan, batch: int) -> Part:

@@ -62,7 +62,7 @@ class Plan:
     device_weights_bytes: int = 0  # of its memory
     device_reserve: int = 0  # bytes of it left to CUDA itself
     graphs: bool = False  # decode steps are CUDA graphs, which take memory of it too
-    signatures_there: bool = False  # rabitq: it has a copy of all signatures, and scans it
+    signature_room: int = 0  # rabitq: bytes of it for copies of signatures, which it then scans
     speeds: Speeds | None = None  # of this machine; None = times cannot be predicted
     head_shares: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of rabitq: `attention.shares.Shares`
     profile: str = "built-in"
@@ -140,7 +140,7 @@ class Plan:
     @property
     def scans_there(self) -> bool:
         """Whether the GPU scans signatures."""
-        return self.signatures_there and self.gpu is not None and self.sampler == "rabitq" and bool(self.sampled_layers)
+        return self.signature_room > 0 and self.sampler == "rabitq"
 
     def offloaded(self, tokens: int) -> int:
         """How many keys of a sequence of `tokens` are in the host store, per layer and KV head."""

@@ -140,15 +140,18 @@ def _scan(plan: Plan, settings: Settings) -> list[str]:
     asked = settings.attention.signatures
     if plan.gpu is None:
         return []
+    each, _ = plan.index.device_copy(plan.indexed_keys(plan.context))
     if plan.scans_there:
-        size = format_bytes(plan.index.device_copy(plan.indexed_keys(plan.context))[0])
         return [
-            f"signatures device: as asked, a copy of {size} per sequence of {plan.context:,} tokens on {plan.gpu.name}"
+            f"signatures device: as asked, {format_bytes(plan.signature_room)} on {plan.gpu.name} for copies; one of "
+            f"{plan.context:,} tokens takes {format_bytes(each)}"
         ]
     if asked == "device":
-        copied = replace(plan, signatures_there=True)
-        need = memory.written_out(part for part in memory.device(copied, 1) if part.name in ("signatures", "scan"))
-        return [f"signatures host: {plan.gpu.name} has no room for a copy, {need} more; the CPU scans them"]
+        short = memory.total(memory.device(replace(plan, signature_room=each), 1)) - plan.gpu.free_bytes
+        return [
+            f"signatures host: {plan.gpu.name} has {format_bytes(short)} too little for a copy of {format_bytes(each)} "
+            f"and for scanning it; the CPU scans them"
+        ]
     why = "as asked" if asked == "host" else "default, as no GPU has been measured yet that scans them faster"
     return [f"signatures host: {why}"]
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from magicpig_cli.config import DEFAULT_BUDGET
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.hardware import Hardware
 from magicpig_cli.profiles import Match, Profile, TableSize
@@ -23,6 +24,7 @@ COLUMNS = (
 )  # fmt: skip
 RIGHT = ("sampled", MEASURED, "error", "expected", "ms", "index")
 ROWS = 12  # of the table: the front near the target
+WORTH_TELLING = 1.05  # times the error with shares of heads that an even budget has
 
 
 def as_json(engine: Engine, tuned: Tuned, profile: str | None) -> dict[str, Any]:
@@ -254,10 +256,10 @@ def verdict(engine: Engine, tuned: Tuned, profile: str | None) -> list[str]:
         + ("" if measured.ms < tuned.exact_ms else ": sampling does not pay at this length"),
     ]
     lines += _other_line(tuned, profile)
-    if profile is None and tuned.even_error is not None:
+    if profile is None and tuned.budgets and tuned.even_error is not None and tuned.even_error >= WORTH_TELLING:
         lines.append(
-            f"--budget alone reads the same share in all heads, which errs about {tuned.even_error:.1f} times as much: "
-            f"the shares of heads that were measured with it are kept by --save-profile NAME"
+            f"--budget alone reads the same share in all heads, which errs about {tuned.even_error:.1f} times as much "
+            f"(at {DEFAULT_BUDGET:.0%}): the shares of heads that were measured with it are kept by --save-profile NAME"
         )
     named = f"--profile {profile}" if profile else _typed(chosen, None)
     return [*lines, f"magicpig chat -m {shlex.quote(engine.settings.model.model)} {named}"]

@@ -16,10 +16,16 @@ def ending_by_signal(leave_prompt: Callable[[], bool] = lambda: False) -> Iterat
     """While inside, SIGTERM and SIGHUP raise `Ended`, and what is to be kept is kept; KeyboardInterrupt comes out.
 
     leave_prompt: has a prompt that waits for a line raise `Ended` instead; whether there is one.
-    Not one that whoever started this process wants ignored (`nohup`).
+    Not one that whoever started this process wants ignored (`nohup`), and not a second one: a terminal that is closed
+    may send two, and the first one's work is under way.
     """
+    ended = False
 
     def end(_number: int, _frame: FrameType | None) -> None:
+        nonlocal ended
+        if ended:
+            return
+        ended = True
         if not leave_prompt():
             raise Ended
 

@@ -112,7 +112,7 @@ def process(tiny_directory, tmp_path) -> Iterator[Callable[..., warm.Program]]:
     started = []
 
     def start(*arguments: str, **options: Any) -> warm.Program:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(tmp_path)}
+        environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}
         command = ("batch", *arguments, "-m", str(tiny_directory), "-t", "1")
         started.append(warm.Program(*command, cwd=tmp_path, env=environment, text=True, **options))
         return started[-1]

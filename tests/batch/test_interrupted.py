@@ -33,7 +33,7 @@ def go_on(err: str, directory: Path) -> subprocess.CompletedProcess[str]:
     """Type the command that was printed."""
     (command,) = [line for line in err.splitlines() if "to go on: " in line]
     command = command.partition("to go on: ")[2].removesuffix("\x1b[0m")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(directory)}
+    environment = {**os.environ, "XDG_CONFIG_HOME": str(directory)}
     return subprocess.run(["bash", "-c", command], cwd=directory, env=environment, capture_output=True, text=True)
 
 
@@ -170,7 +170,7 @@ def test_a_terminal_that_is_closed(on_a_terminal, tmp_path):
 
 
 def process_that_goes_on(running: warm.Program, directory: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CONFIG_HOME": str(directory)}
+    environment = {**os.environ, "XDG_CONFIG_HOME": str(directory)}
     return warm.run(*running.args[3:], "--resume", cwd=directory, env=environment, timeout=100)
 
 

@@ -1,5 +1,5 @@
 """Signatures scanned beside a fake device, by it or by the CPU: the same bits, however late copies come, whatever
-becomes of the sequence, and where there is no room; every byte of it is planned, and let go of."""
+becomes of the sequence, and where there is no room; copies and buffers are planned, and let go of."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from tests.fake_device import FakeDevice
 
 CARD = Gpu(0, "Card", 1 << 30, 1 << 30)
 NO_ROOM = "the GPU has no room for signatures: the CPU scans its own from now on"
+ROOM = 1 << 20
+FULL = "the GPU's room for signatures is full: the CPU scans those of further sequences"
 BLOCK_BYTES = 2 * SIGNATURE_ROWS * (128 // 8 + 2)  # of 256 rows of two KV heads
 
 
 def there(device: FakeDevice, mode: str = "rabitq", **changes) -> ModelRunner:
-    return make(device, mode, **{"gpu": CARD, "windows_on_host": False, "signatures_there": True, **changes})
+    return make(device, mode, **{"gpu": CARD, "windows_on_host": False, "signature_room": ROOM, **changes})
 
 
 def copied_bytes(runner: ModelRunner) -> int:
@@ -144,7 +146,7 @@ def test_a_copy_that_one_half_has_begun_is_waited_for_by_the_other():
     assert device.problems == []
 
 
-def test_the_plan_knows_every_byte_of_it():
+def test_the_plan_knows_every_byte_of_copies_and_buffers():
     held, planned_bytes = [], []
     for make_runner in (make, there):
         runner = make_runner(FakeDevice(), "rabitq", gpu=CARD, windows_on_host=False, context=700)
@@ -158,8 +160,9 @@ def test_the_plan_knows_every_byte_of_it():
     parts = {part.name: part.bytes for part in on_gpu(runner.plan, 3)}
     assert held[1]["buffers"] == planned_bytes[1].device + copied_bytes(runner)
     assert copied_bytes(runner) == 3 * 2 * 2 * BLOCK_BYTES
-    assert parts["signatures"] == 3 * (2 + 1) * 2 * BLOCK_BYTES  # one layer more, for what is joined or cut
-    assert parts["scan"] > 0
+    each, _ = runner.plan.index.device_copy(runner.plan.indexed_keys(700))
+    assert each == (2 + 1) * 2 * BLOCK_BYTES  # one layer more, for what is joined or cut
+    assert parts["signatures"] == ROOM
     never = 2 * DEPTH * PUT_BYTES  # by halves, none of which has had a block more
     assert held[1]["pinned"] - held[0]["pinned"] == planned_bytes[1].host - planned_bytes[0].host - never
 
@@ -203,6 +206,17 @@ def test_where_there_is_no_room_the_cpu_scans_and_it_is_said_once(room):
     assert copied_bytes(runner) == (2 * 2 * BLOCK_BYTES if room == 4 else 0)
 
 
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_what_has_no_room_among_the_copies_is_scanned_by_the_cpu_in_the_same_step(blocks):
+    """Three sequences with a block in each of two layers."""
+    runner = there(FakeDevice(DELAYS["some"]), signature_room=blocks * BLOCK_BYTES)
+    sequences = read(runner)
+    assert torch.equal(decode(runner, sequences), as_if_alone("rabitq"))
+    assert FakeDevice.current.problems == []
+    assert copied_bytes(runner) == blocks * BLOCK_BYTES
+    assert runner.staging.new_notices() == [FULL]
+
+
 @pytest.mark.parametrize("scans", [0, 1, 5])
 def test_a_scan_that_finds_no_room_is_the_kernels(monkeypatch, scans):
     scan, calls = scan_there.scan, iter(range(scans))
@@ -222,10 +236,10 @@ def test_a_scan_that_finds_no_room_is_the_kernels(monkeypatch, scans):
 
 
 def test_without_a_gpu_or_with_tables_nothing_is_copied():
-    for runner in (make(torch.device("cpu"), "rabitq", signatures_there=True), make(FakeDevice(), "rabitq")):
+    for runner in (make(torch.device("cpu"), "rabitq", signature_room=ROOM), make(FakeDevice(), "rabitq")):
         decode(runner, read(runner), steps=1)
         assert runner._attention()._sampler._there is None
-    runner = make(FakeDevice(), "lsh", gpu=CARD, signatures_there=True, windows_on_host=False)
+    runner = make(FakeDevice(), "lsh", gpu=CARD, signature_room=ROOM, windows_on_host=False)
     assert not runner.plan.scans_there
     decode(runner, read(runner), steps=1)
     assert "signatures" not in {part.name for part in on_gpu(runner.plan, 1)}

@@ -380,22 +380,36 @@ def test_signatures_lie_on_a_gpu_where_that_is_asked_for_and_it_has_room():
     assert chosen.scans_there
     assert not host.scans_there
     parts, others = ({part.name: part.bytes for part in device(one, 1)} for one in (chosen, host))
-    assert parts["signatures"] == (sampled + 1) * 8 * keys * 18
+    each = (sampled + 1) * 8 * keys * 18
+    assert parts["signatures"] == chosen.signature_room > 2 * each
+    assert chosen.signature_room <= chosen.max_batch * each
+    assert total(device(chosen, chosen.max_batch)) <= chosen.gpu.free_bytes
+    assert chosen.max_batch == host.max_batch
     assert parts["scan"] == 262_144 * (128 + 16 * 4 + 8 + 18) + 8 * chosen.indexed_keys(98_304) * 16 + 32 * 32 * 256 * 8
     assert parts["copies"] > others["copies"]
     assert {name: size for name, size in parts.items() if name not in ("signatures", "scan", "copies")} == {
         name: size for name, size in others.items() if name != "copies"
     }
     assert chosen.sequence_bytes(98_304) == host.sequence_bytes(98_304)  # the host keeps its own
-    assert any(line.startswith("signatures device: as asked, a copy of 430.9 MiB") for line in chosen.reasons)
+    assert any(line.endswith("for copies; one of 98,304 tokens takes 430.9 MiB") for line in chosen.reasons)
     assert any(line.startswith("signatures host: default, as no GPU has been measured") for line in host.reasons)
-    tight = replace(machine(64, None), gpus=(replace(card("RTX 4090"), free_bytes=total(device(chosen, 1)) - 1),))
-    without = plan(tight, llama, asked, BUILT_IN)
-    assert not without.scans_there
-    assert without.chunk == chosen.chunk
-    (line,) = (line for line in without.reasons if line.startswith("signatures host"))
-    assert "has no room for a copy" in line
-    assert "430.9 MiB signatures + " in line
+    alone = total(device(replace(chosen, signature_room=each), 1))
+    for short, fits in ((0, True), (1 << 20, False)):
+        tight = replace(machine(64, None), gpus=(replace(card("RTX 4090"), free_bytes=alone - short),))
+        found = plan(tight, llama, asked, BUILT_IN)
+        assert found.scans_there == fits
+        assert found.chunk == chosen.chunk
+        assert (found.max_batch, found.signature_room) == (1, each) if fits else found.max_batch > 1
+    (line,) = (line for line in found.reasons if line.startswith("signatures host"))
+    assert "has 1.0 MiB too little for a copy of 430.9 MiB" in line
+
+
+def test_the_room_for_signatures_is_that_of_the_context_that_host_memory_leaves():
+    llama, asked = SHAPES["Llama-3.1-8B"], settings(None, mode="rabitq", signatures="device")
+    free = replace(card("RTX 4090"), free_bytes=total(device(plan(machine(6, "RTX 4090"), llama, asked, BUILT_IN), 1)))
+    found = plan(replace(machine(6, None), gpus=(free,)), llama, asked, BUILT_IN)
+    assert found.context < 65_536 < llama.context
+    assert found.scans_there
 
 
 def test_on_a_cpu_or_with_tables_nobody_else_scans_and_that_is_said():

@@ -194,8 +194,9 @@ def test_what_options_cannot_say_is_told(engine):
     shares = json.loads(json.dumps(report.as_json(engine, tuned, None)))["chosen"]["head_shares"]
     assert shares == {str(layer): list(heads) for layer, heads in tuned.budgets[0].head_shares.items()} != {}
     assert tuned.even_error > 1
+    tuned = replace(tuned, even_error=1.43)
     *_, told, command = report.verdict(engine, tuned, None)
-    assert f"errs about {tuned.even_error:.1f} times as much" in told
+    assert "errs about 1.4 times as much (at 2%)" in told
     assert "--save-profile NAME" in told
     assert f"--attention rabitq --budget {tuned.chosen.budget:g} " in command
     saved = "\n".join(report.verdict(engine, tuned, "mine"))
@@ -206,7 +207,8 @@ def test_what_options_cannot_say_is_told(engine):
         report.verdict(engine, tables, "mine")
     )
     assert json.loads(json.dumps(report.as_json(engine, tables, None)))["chosen"]["head_shares"] is None
-    assert "--save-profile" not in "\n".join(report.verdict(engine, replace(tuned, even_error=None), None))
+    for without in ({"even_error": None}, {"even_error": 1.04}, {"budgets": (), "chosen": tables.chosen}):
+        assert "--save-profile" not in "\n".join(report.verdict(engine, replace(tuned, **without), None))
 
 
 def test_an_even_share_errs_as_much_more_as_is_told(engine, monkeypatch):

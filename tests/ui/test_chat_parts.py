@@ -180,6 +180,21 @@ def test_signals_that_are_ignored_or_unknown_are_left_alone(monkeypatch):
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_second_signal_does_not_end_what_the_first_one_began():
+    kept = []
+
+    def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGHUP)
+            kept.append("text")
+
+    with pytest.raises(KeyboardInterrupt), ending_by_signal():
+        work()
+    assert kept
+
+
 def test_names_of_sessions_stand_in_columns_whatever_their_width(capsys):
     table = SimpleNamespace(table=lambda: (["name", "turns"], [["本の話", "1"], ["work", "2"]]))
     sessions.list_sessions(SimpleNamespace(sessions=table), "")
