@@ -5,6 +5,9 @@ its products (docs/decisions/013). Which blocks the kernels can compute is no li
 found by their names; then both ways are run on the same input, block by block, when the model is loaded. Where
 attention is given the same, and the same comes out within the rounding of float32, the kernels compute decode steps
 from then on. Other blocks, and all prompt chunks, run their own code.
+
+Blocks between which the model does nothing are computed by the first of them, so that nothing becomes a tensor on the
+way; the others hand on what they are given.
 """
 
 from __future__ import annotations
@@ -78,10 +81,23 @@ class _Step:
         angles = None if self.angles is None else self.angles.arrays(rotary, len(x))
         return kernels.block_inputs(x, self.block, angles, threads=torch.get_num_threads())
 
-    def output(self, x: np.ndarray, attended: np.ndarray) -> torch.Tensor:
-        """[B, 1, E] of x [B, E] and attention's [B, H, D]."""
-        given = attended.reshape(len(x), -1)
-        return torch.from_numpy(kernels.block_output(x, given, self.block, threads=torch.get_num_threads())[:, None])
+    def output(self, x: np.ndarray, attended: np.ndarray) -> np.ndarray:
+        """[B, E] of x [B, E] and attention's [B, H, D]."""
+        return kernels.block_output(x, attended.reshape(len(x), -1), self.block, threads=torch.get_num_threads())
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """A block that the kernels can compute, and what its own forward did in the trial."""
+
+    layer: nn.Module
+    step: _Step
+    call: _Call
+
+    def follows(self, before: _Computed) -> bool:
+        """Whether it is given what the one before gives, as that gives it, with the same angles."""
+        same_angles = all(a is b for a, b in zip(self.call.rotary, before.call.rotary, strict=True))
+        return same_angles and torch.equal(self.call.x, before.call.out)
 
 
 def compute_by_kernels(model: PreTrainedModel) -> int:
@@ -92,26 +108,39 @@ def compute_by_kernels(model: PreTrainedModel) -> int:
     found = {layer: block for layer in model.modules() if (block := _parts_of(layer, model.config.get_text_config()))}
     if not found:
         return 0
-    count, angles = 0, _Angles()
+    runs: list[list[_Computed]] = []
+    angles = _Angles()
     for layer, call in _own_calls(model, list(found)).items():
         for turned in (angles, None):
             attended = call.attended
             step = _Step(found[layer], turned, attended.layer, attended.window, attended.rule)
             if _same(step, call):
-                layer.forward = functools.partial(_forward, layer.forward, step)
-                count += 1
+                one = _Computed(layer, step, call)
+                if runs and one.follows(runs[-1][-1]):
+                    runs[-1].append(one)
+                else:
+                    runs.append([one])
                 break
-    return count
+    for run in runs:
+        steps = [one.step for one in run]
+        for one in run:
+            one.layer.forward = functools.partial(_forward, one.layer.forward, steps)
+            steps = []
+    return sum(map(len, runs))
 
 
-def _forward(own: Callable[..., Any], step: _Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A block's forward: in a decode step by the kernels, else its own."""
+def _forward(own: Callable[..., Any], steps: list[_Step], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A block's forward: in a decode step what the kernels compute of it and of those that follow, else its own."""
     magicpig: hook.Attends | None = kwargs.get("magicpig")
     if magicpig is None or magicpig.prefill:
         return own(x, *args, **kwargs)
+    if not steps:
+        return x
     rows = x.view(x.shape[0], -1).numpy()
-    q, k, v = step.inputs(rows, kwargs["position_embeddings"])
-    return step.output(rows, magicpig.attend_here(step.layer, step.window, q, k, v, step.rule))
+    for step in steps:
+        q, k, v = step.inputs(rows, kwargs["position_embeddings"])
+        rows = step.output(rows, magicpig.attend_here(step.layer, step.window, q, k, v, step.rule))
+    return torch.from_numpy(rows[:, None])
 
 
 # Both ways, side by side
@@ -161,7 +190,8 @@ def _same(step: _Step, call: _Call) -> bool:
     x = call.x[:, 0].contiguous().numpy()
     try:
         given = step.inputs(x, call.rotary)
-        out = step.output(x, call.attended.result()[:, 0].contiguous().numpy())
+        attended = call.attended.result()[:, 0].contiguous().numpy()
+        out = torch.from_numpy(step.output(x, attended)[:, None])
     except (TypeError, ValueError):  # sizes that the kernels do not know
         return False
     wanted = call.attended.q, call.attended.k, call.attended.v

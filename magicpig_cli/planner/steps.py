@@ -9,7 +9,7 @@ from magicpig_cli.planner.plan import Plan
 
 # What a step does beside products and kernels, in the time of so many small operators of torch called from Python:
 # once in a layer, and for each sequence. Fitted at 2k, 8k and 32k (docs/decisions/007).
-LAYER_OPERATORS = (43, 2)  # norms, rotary embedding, activations, modules; and its cache
+LAYER_OPERATORS = (28, 2)  # norms, rotary embedding, activations, modules; and its cache
 SAMPLED_OPERATORS = (18, 8)  # of a sampled layer beside that, a piece of maintenance of the index included
 
 

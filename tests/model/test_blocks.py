@@ -94,3 +94,15 @@ def test_a_block_that_does_something_else_keeps_its_own_code(part, change):
     own = teacher_forced(model)
     assert blocks.compute_by_kernels(model) == model.config.num_hidden_layers - 1
     assert all(close_logits(a, b) for a, b in zip(teacher_forced(model), own, strict=True))
+
+
+def test_what_a_model_does_between_two_blocks_is_done():
+    model = held_model("llama", "float32")
+
+    def doubled(_module: nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (2 * given[0], *given[1:])
+
+    model.model.layers[1].register_forward_pre_hook(doubled)
+    own = teacher_forced(model)
+    assert blocks.compute_by_kernels(model) == model.config.num_hidden_layers
+    assert all(close_logits(a, b) for a, b in zip(teacher_forced(model), own, strict=True))
