@@ -73,6 +73,16 @@ def make_rows(heads: int, count: int, head_dim: int, seed: int = 0) -> np.ndarra
     return rows
 
 
+def queries(B: int, H: int, D: int, seed: int = 9) -> np.ndarray:
+    """float32 [B, H, D], large enough that some keys matter more than others."""
+    return 2 * np.random.default_rng(seed).normal(size=(B, H, D)).astype(np.float32)
+
+
+def budgets(B: int, H: int, *values: float) -> np.ndarray:
+    """float32 [B, H]: the values in turns over the heads."""
+    return np.resize(np.array(values, dtype=np.float32), (B, H))
+
+
 def make_projection(head_dim: int, K: int, L: int, seed: int = 0) -> kernels.Projection:
     matrix = np.random.default_rng(seed).normal(size=(head_dim, L * K)).astype(np.float32)
     return kernels.Projection(matrix, K, L)

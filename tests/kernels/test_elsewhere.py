@@ -7,19 +7,11 @@ import pytest
 
 from magicpig_cli import kernels
 from magicpig_cli.kernels.signature_shape import threshold_subset
-from tests.kernels.data import log_normal, make_basis, make_rows, make_signed, make_table
+from tests.kernels.data import budgets, log_normal, make_basis, make_rows, make_signed, make_table, queries
 
 TOP = 32767
 WEIGHTS = log_normal()
 KEY = (5, 2)
-
-
-def queries(B: int, H: int, D: int, seed: int = 9) -> np.ndarray:
-    return 2 * np.random.default_rng(seed).normal(size=(B, H, D)).astype(np.float32)
-
-
-def budgets(B: int, H: int, *values: float) -> np.ndarray:
-    return np.resize(np.array(values, dtype=np.float32), (B, H))
 
 
 def by_formula(found: kernels.Lookup, group: kernels.SignedRows) -> np.ndarray:

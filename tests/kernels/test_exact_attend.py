@@ -9,12 +9,8 @@ from hypothesis import strategies as st
 
 from magicpig_cli import kernels
 from magicpig_cli.kernels import reference
-from tests.kernels.data import RELAXED, ROW_TYPES, make_rows, make_table
+from tests.kernels.data import RELAXED, ROW_TYPES, make_rows, make_table, queries
 from tests.tolerances import attention_bounds, logit_bound
-
-
-def queries(B: int, H: int, D: int, seed: int = 9) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=(B, H, D)).astype(np.float32) * 2
 
 
 def assert_exact(done: kernels.Attended, q: np.ndarray, rows: list[np.ndarray], scale: float, softcap: float | None):

@@ -15,11 +15,13 @@ from magicpig_cli.kernels.reference.signature import Scores, tail_rows
 from tests.kernels.data import (
     RELAXED,
     ROW_TYPES,
+    budgets,
     log_normal,
     make_basis,
     make_rows,
     make_signed,
     make_table,
+    queries,
     signature_bits,
 )
 from tests.tolerances import (
@@ -38,15 +40,6 @@ from tests.tolerances import (
 TOP = 32767
 WEIGHTS = log_normal()
 KEY = (5, 2)
-
-
-def queries(B: int, H: int, D: int, seed: int = 9) -> np.ndarray:
-    return 2 * np.random.default_rng(seed).normal(size=(B, H, D)).astype(np.float32)
-
-
-def budgets(B: int, H: int, *values: float) -> np.ndarray:
-    """The values in turns over the heads."""
-    return np.resize(np.array(values, dtype=np.float32), (B, H))
 
 
 def rates_of(budget: float, tail: float) -> tuple[float, float]:
