@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+
+from magicpig_cli.signals import handled
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")  # a key, a supervisor, a terminal that is closed
 
@@ -23,7 +23,7 @@ class Signals:
         self._gently = False
         self._held = False
         self._pending = False
-        self._before: dict[signal.Signals, Any] = {}
+        self._handled = contextlib.ExitStack()
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self._gently and not self.asked:
@@ -54,13 +54,8 @@ class Signals:
             raise KeyboardInterrupt
 
     def __enter__(self) -> Signals:
-        for name in _NAMES:
-            number: signal.Signals | None = getattr(signal, name, None)
-            # None: a handler that Python cannot put back
-            if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None):
-                self._before[number] = signal.signal(number, self._on_signal)
+        self._handled.enter_context(handled(_NAMES, self._on_signal))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._handled.close()
