@@ -16,6 +16,7 @@ from torch.nn.functional import embedding_bag
 
 from magicpig_cli.cache.signatures_there import BlockThere
 from magicpig_cli.config import SCAN_KEYS
+from magicpig_cli.kernels import SIGNATURE_ROWS
 
 _LEAST = torch.iinfo(torch.int16).min  # below every score
 
@@ -48,8 +49,8 @@ def scores(
     offsets = offsets.view(kv_heads, 1, 1, nibbles)
     half = lines.new_full((1,), 1 << 14)  # of 2^15, by which products are divided: so they are rounded
     of_means = (means.to(torch.int32).bitwise_left_shift_(15) + half).view(kv_heads, group, -1, 1)
-    out = torch.empty((kv_heads, group, means.shape[1], 256), dtype=torch.int16, device=tables.device)
-    done, at_once = 0, max(1, SCAN_KEYS // (256 * kv_heads))
+    out = torch.empty((kv_heads, group, means.shape[1], SIGNATURE_ROWS), dtype=torch.int16, device=tables.device)
+    done, at_once = 0, max(1, SCAN_KEYS // (SIGNATURE_ROWS * kv_heads))
     for codes, factors in _pieces(blocks, at_once):
         cells = slice(done, done + len(codes))
         sums = _centred_sums(codes, entries, offsets, group)  # [Hkv, G, cells here, 256]

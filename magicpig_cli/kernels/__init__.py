@@ -53,6 +53,7 @@ from magicpig_cli.kernels.signature_shape import (
     Z_HIGH,
     Z_LOW,
     rotation_share,
+    signature_bytes,
     want_signature_bits,
 )
 
@@ -109,6 +110,7 @@ __all__ = [
     "row_width",
     "segment_codes",
     "sign_rows",
+    "signature_bytes",
     "truncate_segment",
     "want_signature_bits",
     "widen",

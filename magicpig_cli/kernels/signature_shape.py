@@ -22,6 +22,11 @@ def want_signature_bits(bits: int) -> None:
         raise ValueError(f"bits: want a multiple of {_BITS_STEP}, got {bits}")
 
 
+def signature_bytes(bits: int) -> int:
+    """Of one key: its bits and a 16-bit factor."""
+    return bits // 8 + 2
+
+
 def rotation_share(bits: int, head_dim: int) -> float:
     """Σ (B_j / B)² of B = `bits` bits, B_j of them from rotation j, which has `head_dim` rows or is cut: 1/m for m
     whole rotations."""

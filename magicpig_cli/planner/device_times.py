@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from magicpig_cli.config import HALVES_FROM, SCAN_KEYS
 from magicpig_cli.gpus import Gpu
 from magicpig_cli.hardware import Speeds
-from magicpig_cli.kernels import row_bytes
+from magicpig_cli.kernels import row_bytes, signature_bytes
 from magicpig_cli.planner import forms
 from magicpig_cli.planner.plan import Plan
-from magicpig_cli.planner.steps import LAYER_OPERATORS, SAMPLED_OPERATORS, StepTime, Term, exact_keys
+from magicpig_cli.planner.steps import LAYER_OPERATORS, SAMPLED_OPERATORS, StepTime, Term, exact_keys, operators
 
 PRODUCT_SHARE = 0.75  # of a card's memory bandwidth that a product with few rows reaches
 PACKED_SHARE = 0.6  # of that, where packed weights are taken apart on the way: int4, and what was published quantized
@@ -147,9 +147,9 @@ class _Machine:
             count = ASKING[str(self.plan.sampler)] + (sequences - 1) * ASKING_MORE
             spent += self.sampled * count * LAUNCH_S
             words += f" + {self.sampled} layers × {count} launches × {LAUNCH_S * 1e6:.0f} µs"
-        operators = layers * sequences * LAYER_OPERATORS[1]
-        spent += operators * self.operator_s
-        words += f" + {operators:,} small operators × {self.operator_s * 1e6:.1f} µs"
+        caches = layers * sequences * LAYER_OPERATORS[1]
+        spent += caches * self.operator_s
+        words += f" + {caches:,} small operators × {self.operator_s * 1e6:.1f} µs"
         found.busy["Python"] += spent
         found.terms.append(_excess("other", spent, words, gpu_s, "on the GPU"))
 
@@ -165,8 +165,7 @@ class _Machine:
         if self.plan.scans_there:
             self._scanning(found, sequences)
         found.terms.append(self._merging(sequences))
-        first, more = SAMPLED_OPERATORS
-        count = self.sampled * (first + sequences * more)
+        count = self.sampled * operators(SAMPLED_OPERATORS, sequences)
         upkeep = count * self.operator_s
         words = f"{count:,} small operators × {self.operator_s * 1e6:.1f} µs for the index, and around the kernels"
         found.terms.append(Term("other", upkeep, words))
@@ -180,7 +179,7 @@ class _Machine:
         plan, shape, keys = self.plan, self.plan.shape, self.plan.indexed_keys(self.tokens)
         rate, down = self.rate or float("inf"), self.link[1] if self.link else float("inf")
         group, rows, scans = shape.heads // shape.kv_heads, shape.kv_heads * keys, sequences * self.sampled
-        each = plan.bits // 8 + 2 + 3 * plan.bits // 2 + 56 * group
+        each = signature_bytes(plan.bits) + 3 * plan.bits // 2 + 56 * group
         launches = SCAN_LAUNCHES + PIECE_LAUNCHES * -(-rows // SCAN_KEYS)
         working, bits = rows * each / rate, shape.heads * keys / 8 / down
         words = (

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from magicpig_cli.config import HASH_ROWS, JOINED_ROWS, REBUILD_GROWTH, TAIL_ROOM, TAIL_ROWS
-from magicpig_cli.kernels import MAX_SEGMENT_ROWS, SIGNATURE_ROWS
+from magicpig_cli.kernels import MAX_SEGMENT_ROWS, SIGNATURE_ROWS, signature_bytes
 
 
 class IndexBytes(Protocol):
@@ -189,7 +189,7 @@ class SignaturesBytes:
     def _layer_bytes(self, keys: int) -> int:
         """Of the blocks."""
         blocks = keys // SIGNATURE_ROWS
-        return self.kv_heads * blocks * (SIGNATURE_ROWS * (self.bits // 8 + 2) + 2 * self.head_dim)
+        return self.kv_heads * blocks * (SIGNATURE_ROWS * signature_bytes(self.bits) + 2 * self.head_dim)
 
     def nbytes(self, keys: int) -> int:
         drawn = self.draws * self.kv_heads * (keys // SIGNATURE_ROWS) * SIGNATURE_ROWS // 8
@@ -197,7 +197,7 @@ class SignaturesBytes:
 
     def formula(self, keys: int) -> str:
         blocks = keys // SIGNATURE_ROWS
-        key = f"{self.bits // 8 + 2 + self.draws / 8:g} B"
+        key = f"{signature_bytes(self.bits) + self.draws / 8:g} B"
         inner = f"{blocks * SIGNATURE_ROWS:,} keys × {key} + {blocks:,} means × {2 * self.head_dim} B"
         return f"{self.layers} layers × {self.kv_heads} heads × ({inner})"
 
@@ -228,7 +228,7 @@ class SignaturesBytes:
     def device_copy(self, keys: int) -> tuple[int, str]:
         """Bits and factors; what means contribute to a score is sent. Small blocks that are joined, or what is left of
         a block by a cut, stand beside it for a moment, in one layer."""
-        signed, each = keys // SIGNATURE_ROWS * SIGNATURE_ROWS, self.bits // 8 + 2
+        signed, each = keys // SIGNATURE_ROWS * SIGNATURE_ROWS, signature_bytes(self.bits)
         layers = self.layers + 1
         words = f"({self.layers} + 1) layers × {self.kv_heads} heads × {signed:,} keys × {each} B"
         return layers * self.kv_heads * signed * each if self.layers else 0, words

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from magicpig_cli.config import BLOCK_KEYS, FLASH_KEYS, HALVES_FROM, RECORDED_BATCHES, SCAN_KEYS
-from magicpig_cli.kernels import row_bytes, window_type
+from magicpig_cli.kernels import row_bytes, signature_bytes, window_type
 from magicpig_cli.planner import forms
 from magicpig_cli.planner.copies import copy_buffers
 from magicpig_cli.planner.plan import Plan
@@ -240,7 +240,7 @@ def _scan(plan: Plan, batch: int) -> Part:
         return Part("scan", 0, "on the host")
     shape, lanes = plan.shape, 2 if batch >= HALVES_FROM else 1
     group, keys = shape.heads // shape.kv_heads, shape.kv_heads * plan.indexed_keys(plan.context)
-    at_once, each = min(keys, SCAN_KEYS), plan.bits + 16 * group + 8 + plan.bits // 8 + 2
+    at_once, each = min(keys, SCAN_KEYS), plan.bits + 16 * group + 8 + signature_bytes(plan.bits)
     tables = shape.heads * plan.bits // 4 * 256 * 2 * 4
     size = at_once * each + keys * 4 * group + tables
     formula = f"{lanes} × ({at_once:,} signatures × {each} B + {keys:,} × {4 * group} B + tables of {tables:,} B)"

@@ -13,6 +13,12 @@ LAYER_OPERATORS = (28, 2)  # norms, rotary embedding, activations, modules; and 
 SAMPLED_OPERATORS = (18, 8)  # of a sampled layer beside that, a piece of maintenance of the index included
 
 
+def operators(counts: tuple[int, int], sequences: int) -> int:
+    """How many these are, of a layer or a call."""
+    once, each = counts
+    return once + sequences * each
+
+
 @dataclass(frozen=True, slots=True)
 class Term:
     """An addend of a step."""

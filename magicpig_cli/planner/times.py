@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from magicpig_cli.hardware import Speeds
-from magicpig_cli.kernels import row_bytes
+from magicpig_cli.kernels import row_bytes, signature_bytes
 from magicpig_cli.planner import device_times
 from magicpig_cli.planner.forms import HOST_BYTES, WEIGHT_BYTES, WeightType, held_as
 from magicpig_cli.planner.plan import Plan
-from magicpig_cli.planner.steps import LAYER_OPERATORS, SAMPLED_OPERATORS, StepTime, Term, exact_keys
+from magicpig_cli.planner.steps import LAYER_OPERATORS, SAMPLED_OPERATORS, StepTime, Term, exact_keys, operators
 
 # Multiply-adds that the attention kernels make in the time in which all threads read a byte: between 1.2 (Sapphire
 # Rapids, D = 64, 3 heads per group) and 2.0 (Genoa, D = 128, 4 heads).
@@ -90,7 +90,7 @@ def _dense(plan: Plan, rates: Rates, tokens: int, batch: int, sampled: int) -> I
     """Exact attention on the CPU: every row in sight is read, and multiplied by each head of the group."""
     rows = batch * plan.shape.kv_heads * exact_keys(plan, tokens, sampled)
     layers = plan.shape.layers - sampled
-    call = _operators_s(EXACT_CALL, batch, rates)
+    call = operators(EXACT_CALL, batch) * rates.operator_s
     yield Term("dense", _exact_rows_s(plan, rates, rows) + layers * call, f"{layers} layers: {rows:,} rows")
     yield _after(rows * _reading_s(plan, rates), "rows in order")
 
@@ -109,12 +109,6 @@ def _after(reading_s: float, what: str) -> Term:
     return Term("other", AFTERMATH * reading_s, f"{AFTERMATH} × {1e3 * reading_s:.1f} ms of reading {what}")
 
 
-def _operators_s(counts: tuple[int, int], batch: int, rates: Rates) -> float:
-    """Of what takes so many operators, and for each sequence so many more."""
-    once, each = counts
-    return (once + batch * each) * rates.operator_s
-
-
 def _sampled(plan: Plan, rates: Rates, tokens: int, batch: int, ratio: float, layers: int) -> Iterator[Term]:
     """All sampled layers: finding the keys, and the rows that any head of a group has sampled."""
     shape, keys = plan.shape, plan.indexed_keys(tokens)
@@ -131,7 +125,7 @@ def _sampled(plan: Plan, rates: Rates, tokens: int, batch: int, ratio: float, la
         f"{heads * ratio * keys:,.0f} sampled × {SAMPLED_MULTIPLY_ADDS * dim} multiply-adds / "
         f"{rates.multiply_adds / 1e9:.0f} G/s + a call)"
     )
-    call = _operators_s(SAMPLED_CALL, batch, rates)
+    call = operators(SAMPLED_CALL, batch) * rates.operator_s
     yield Term("attend", layers * (call + gathered + multiplied + near), words)
     if plan.gpu is None:  # there the rest of the layer is the GPU's
         yield _after(layers * gathered, "sampled rows")
@@ -161,7 +155,7 @@ def _scan(plan: Plan, rates: Rates, keys: int, batch: int) -> Iterator[Term]:
         yield Term("retrieve", 2 * rotated, "rotations, twice")
         return
     one_s = rates.scan_s * plan.bits / SCAN_BITS
-    signatures = batch * plan.shape.kv_heads * keys * (plan.bits // 8 + 2)
+    signatures = batch * plan.shape.kv_heads * keys * signature_bytes(plan.bits)
     yield Term(
         "retrieve", rotated + heads * keys * one_s / rates.threads + signatures / rates.sequential,
         f"({heads} heads × {keys:,} signatures × {one_s * 1e9:.2f} ns / {rates.threads} threads + "
@@ -174,8 +168,7 @@ _FINDING = {"lsh": _look_up, "rabitq": _scan}
 
 def _operators(plan: Plan, rates: Rates, batch: int, sampled: int) -> Term:
     """Small operators that take as long as what is neither product nor kernel."""
-    (layer, cache), (index, upkeep) = LAYER_OPERATORS, SAMPLED_OPERATORS
-    count = plan.shape.layers * (layer + batch * cache) + sampled * (index + batch * upkeep)
+    count = plan.shape.layers * operators(LAYER_OPERATORS, batch) + sampled * operators(SAMPLED_OPERATORS, batch)
     return Term("other", count * rates.operator_s, f"{count:,} small operators × {rates.operator_s * 1e6:.1f} µs")
 
 
