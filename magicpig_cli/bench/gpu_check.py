@@ -56,7 +56,7 @@ class Check:
     def __init__(
         self, sizes: Sizes, device: torch.device, clock: Clock, memory: int | None = None, output: Path | None = None
     ) -> None:  # fmt: skip
-        self.sizes, self.device, self.clock, self.memory = sizes, device, clock, memory
+        self.sizes, self.device, self.memory = sizes, device, memory
         self.report, self.card = Report(device, clock, output), Card(device)
 
     def run(self) -> None:
@@ -199,7 +199,7 @@ class Check:
         free = hardware.free_memory()
         if self.memory is not None:
             free = self.memory - hardware.process_bytes()
-        return free > need and self.clock.left > _RESERVE_S + 1.5 * filling_s
+        return free > need and self.report.clock.left > _RESERVE_S + 1.5 * filling_s
 
     def _prefill_at_the_end(self, runner: ModelRunner, sequence: Sequence) -> None:
         """One chunk that attends to everything before it, streamed from host memory."""
@@ -242,7 +242,7 @@ def check(
     run = Check(sizes, device, Clock(limit_s), memory, output)
     run.report.document["meta"]["dry_run"] = sizes is TOY
     run.run()
-    run.report.document["seconds"]["total"] = round(run.clock.spent, 1)
+    run.report.document["seconds"]["total"] = round(run.report.clock.spent, 1)
     run.report.keep()
     return run.report.document
 

@@ -99,6 +99,10 @@ class _Computed:
         same_angles = all(a is b for a, b in zip(self.call.rotary, before.call.rotary, strict=True))
         return same_angles and torch.equal(self.call.x, before.call.out)
 
+    def take_over(self, steps: list[_Step]) -> None:
+        """In decode steps compute these in place of the block: of a run of blocks all by its first one."""
+        self.layer.forward = functools.partial(_forward, self.layer.forward, steps)
+
 
 def compute_by_kernels(model: PreTrainedModel) -> int:
     """Let the kernels compute the decode steps of all blocks of which they have shown that they can; how many that are.
@@ -121,11 +125,10 @@ def compute_by_kernels(model: PreTrainedModel) -> int:
                 else:
                     runs.append([one])
                 break
-    for run in runs:
-        steps = [one.step for one in run]
-        for one in run:
-            one.layer.forward = functools.partial(_forward, one.layer.forward, steps)
-            steps = []
+    for first, *others in runs:
+        first.take_over([first.step, *(other.step for other in others)])
+        for other in others:
+            other.take_over([])
     return sum(map(len, runs))
 
 
