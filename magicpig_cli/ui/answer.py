@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import numpy as np
@@ -65,7 +65,7 @@ def stream_answer(
     finished: Finished | None = None
     view = open_view(engine, wanted=live, quiet=quiet, what="reading the prompt", unit="tok", text_shown=show_text)
     text = AnswerText(view, look or TextLook()) if show_text else None
-    with cancel_on_interrupt(engine, request.key, interrupts), unseen_keys(), view:
+    with cancel_on_interrupt(engine, request.key, interrupts), unseen_keys(), view, _whole_lines(text):
         for event in engine.generate([request]):
             view.show(event)
             if observe is not None:
@@ -84,6 +84,18 @@ def stream_answer(
     show_notices(engine, quiet=quiet)
     assert finished is not None, "a request ends with Finished or Failed"
     return finished
+
+
+@contextmanager
+def _whole_lines(text: AnswerText | None) -> Iterator[None]:
+    """What ends the program in the middle of an answer leaves all of its text and the end of the line."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        if text is not None:
+            with suppress(OSError):  # of a terminal that is gone
+                text.finish("")
+        raise
 
 
 def show_notices(engine: Engine, *, quiet: bool) -> None:

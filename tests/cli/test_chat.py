@@ -155,6 +155,7 @@ def test_ctrl_c_twice_during_an_answer(scripted):
     time.sleep(0.05)  # signals that are pending together arrive as one
     chat.type("\x03")
     rows = chat.ends_with(130)
+    assert rows[-1] == "interrupted"  # not behind the text
     assert not any(row[:1] in tuple("╭╰│") for row in rows)
     assert not chat.terminal.screen.cursor.hidden
 
