@@ -8,6 +8,7 @@ what a conversation adds is kept by `--session`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from magicpig_cli.events import Event, Finished
 
 _OTHER_QUESTIONS = ("?", "!")
+_GIVEN_UP = "interrupted"
 _WORTH_WRITING = 64  # tokens that a file lacks: fewer are read sooner than all are written
 
 
@@ -70,6 +72,9 @@ class FirstMessage:
 class PromptCache:
     """One file, for the turns that begin a conversation. `say` and `warn` take lines for the user.
 
+    A turn is held within it: at the end the file is there. Whatever ends the turn early gives the file up: the old one
+    stays, and nothing is left beside it. Ctrl-C while only the file is waited for gives up that alone.
+
     Raises MagicpigError for a file of another model, a damaged one and one of somebody else: it is not overwritten.
     """
 
@@ -85,6 +90,17 @@ class PromptCache:
         self._read_s = 0.0
         self._writing: _Writing | None = None
 
+    def __enter__(self) -> PromptCache:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None and self._writing is not None:
+                with contextlib.suppress(KeyboardInterrupt):
+                    self._writing.wait()
+        finally:
+            self._close()
+
     def answer(
         self, first: FirstMessage, ids: list[int], sequence: Sequence,
         stream: Callable[[Sequence, Callable[[Event], None]], Finished],
@@ -92,14 +108,11 @@ class PromptCache:
         """What `stream` answers, with what the file has of the prompt; `ttft_s` includes reading that.
 
         ids: the prompt; sequence: what is in memory already. stream(sequence, observe): answers with that sequence, and
-        tells `observe` every event. Ctrl-C once the answer is complete gives up the file alone. Raises MagicpigError as
-        the class does.
+        tells `observe` every event. Raises MagicpigError as the class does.
         """
-        try:
-            finished = stream(self._begin(first, ids, sequence), self._observe)
-            return self._end(finished)
-        finally:
-            self._drop()
+        finished = stream(self._begin(first, ids, sequence), self._observe)
+        timing = finished.timing
+        return replace(finished, timing=replace(timing, ttft_s=timing.ttft_s + self._read_s))
 
     def _begin(self, first: FirstMessage, ids: list[int], sequence: Sequence) -> Sequence:
         """The sequence to answer a prompt with: from the file where that has more of it than `sequence`."""
@@ -156,32 +169,22 @@ class PromptCache:
             self._writing = _Writing(self._engine, taken, self.path)
             self._writing.start()
 
-    def _end(self, finished: Finished) -> Finished:
-        """After the answer: wait until the file is there. Returns it with the time of reading in its `ttft_s`."""
-        writing = self._writing
-        if writing is not None:
-            try:
-                writing.wait()
-            except KeyboardInterrupt:
-                writing.stop()
-            if writing.problem is not None:
-                self._warn(f"no prompt cache: {writing.problem.message}")
-            else:
-                took = format_seconds(writing.took_s)
-                self._say(
-                    f"prompt cache: {writing.tokens:,} tokens, {format_bytes(writing.size)}, written to {self.path} "
-                    f"in {took} beside the answer"
-                )
-        if not self._read_s:
-            return finished
-        return replace(finished, timing=replace(finished.timing, ttft_s=finished.timing.ttft_s + self._read_s))
-
-    def _drop(self) -> None:
-        """What is still being written is given up: there is no answer."""
+    def _close(self) -> None:
+        """What is still being written is given up. Says what has become of it."""
         self._tokens = 0
-        if self._writing is not None:
-            self._writing.stop()
-            self._writing = None
+        writing = self._writing
+        if writing is None:
+            return
+        writing.stop()
+        self._writing = None
+        if writing.problem is not None:
+            self._warn(f"no prompt cache: {writing.problem.message}")
+        else:
+            took = format_seconds(writing.took_s)
+            self._say(
+                f"prompt cache: {writing.tokens:,} tokens, {format_bytes(writing.size)}, written to {self.path} "
+                f"in {took} beside the answer"
+            )
 
 
 class _Writing(threading.Thread):
@@ -196,8 +199,11 @@ class _Writing(threading.Thread):
         self._engine, self._taken, self._path = engine, taken, path
         self._stopped = threading.Event()
         self._ended = threading.Event()
+        self._first = threading.Lock()  # whoever takes it first: the writing, or giving it up
 
     def run(self) -> None:
+        if not self._first.acquire(blocking=False):
+            return
         try:
             self._write()
         finally:
@@ -220,13 +226,16 @@ class _Writing(threading.Thread):
 
     def _go_on(self) -> None:
         if self._stopped.is_set():
-            raise MagicpigError("interrupted")
+            raise MagicpigError(_GIVEN_UP)
 
     def wait(self) -> None:
         """Wait for its end. Not `join`: Python 3.11 takes a thread for ended once Ctrl-C has interrupted that."""
         self._ended.wait()
 
     def stop(self) -> None:
-        """Give it up; returns when nothing of it is left."""
+        """Give it up; returns when nothing of it is left. Also where a signal has come before it was started."""
         self._stopped.set()
+        if self._first.acquire(blocking=False):
+            self.problem = MagicpigError(_GIVEN_UP)
+            self._ended.set()
         self.wait()

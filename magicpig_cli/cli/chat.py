@@ -130,19 +130,20 @@ def _run(
         )  # fmt: skip
         return None
     turn = OneTurn(engine, settings)
-    with contextlib.nullcontext() if name is None else ending_by_signal():
+    with contextlib.ExitStack() as keeping:
+        if name is not None or cache is not None:
+            keeping.enter_context(ending_by_signal())
         if name is not None:
             turn.open(sessions, name, quiet=quiet)
-        try:
-            finished = turn.answer(
-                documents, text, cache, show_text=not as_json, quiet=quiet, live=live, markdown=markdown
-            )
-        finally:
-            sessions.leave(turn)
-    if as_json:
-        print(json.dumps(answer_json(engine, turn.sequence, finished), ensure_ascii=False))
-    elif not quiet:
-        console.say(statistics_line(finished))
+        keeping.callback(sessions.leave, turn)
+        if cache is not None:
+            keeping.enter_context(cache)
+        finished = turn.answer(documents, text, cache, show_text=not as_json, quiet=quiet, live=live, markdown=markdown)
+        # At once: what is written now may be large, and a signal may end it.
+        if as_json:
+            print(json.dumps(answer_json(engine, turn.sequence, finished), ensure_ascii=False), flush=True)
+        elif not quiet:
+            console.say(statistics_line(finished))
     return finished
 
 

@@ -111,7 +111,7 @@ def start_scripted(scripted_directory: Path, tmp_path: Path) -> Iterator[StartPr
 
     def start(
         terminal: str, *answers: str, arguments: tuple[str, ...] = (), environment: dict[str, str] | None = None,
-        pause_s: float = 0.0,
+        pause_s: float = 0.0, piece_s: float = 0.0,
     ) -> ForkServerProcess:  # fmt: skip
         given = {"TERM": "xterm-256color"}
         for kind in ("config", "state", "data", "cache"):
@@ -119,8 +119,8 @@ def start_scripted(scripted_directory: Path, tmp_path: Path) -> Iterator[StartPr
         running.append(
             program.start(
                 program.Program(
-                    ("chat", "-m", str(scripted_directory), *arguments), program.Script(answers, pause_s), terminal,
-                    tmp_path, given | (environment or {}),
+                    ("chat", "-m", str(scripted_directory), *arguments), program.Script(answers, pause_s, piece_s),
+                    terminal, tmp_path, given | (environment or {}),
                 )
             )
         )  # fmt: skip

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import BinaryIO
 
 from tests import warm
 
@@ -22,10 +24,11 @@ TEMPLATE = (
 
 @dataclass(frozen=True)
 class Script:
-    """What the model says, one answer after another, and how long each token takes."""
+    """What the model says, one answer after another; how long a token takes, and a piece of keys and values on disk."""
 
     answers: tuple[str, ...]
     pause_s: float = 0.0
+    piece_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,3 +92,22 @@ def _install(script: Script) -> None:
             return self._ids.pop(0)
 
     scheduler.TokenSampler = Scripted  # type: ignore[misc]
+    if script.piece_s:
+        _slow_down(script.piece_s)
+
+
+def _slow_down(piece_s: float) -> None:
+    """A disk on which each piece of a file of keys and values takes so long."""
+    from magicpig_cli.cache import snapshot
+
+    write_pieces = snapshot._write_pieces
+
+    def slowly(file: BinaryIO, snap: snapshot.Snapshot, go_on: Callable[[], None]) -> list[int]:
+        def in_time() -> None:
+            file.flush()
+            time.sleep(piece_s)
+            go_on()
+
+        return write_pieces(file, snap, in_time)
+
+    snapshot._write_pieces = slowly

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -64,7 +65,8 @@ def turn(engine: Engine) -> OneTurn:
 
 
 def ask(one: OneTurn, text: str, documents=(), cache: PromptCache | None = None):
-    return one.answer(list(documents), text, cache, show_text=False, quiet=True, live=False, markdown=False)
+    with contextlib.nullcontext() if cache is None else cache:
+        return one.answer(list(documents), text, cache, show_text=False, quiet=True, live=False, markdown=False)
 
 
 # Sessions
@@ -408,17 +410,24 @@ def test_ctrl_c_once_the_answer_is_complete_gives_up_the_file_alone(engine, said
             time.sleep(0.01)
 
     monkeypatch.setattr(engine, "save", slowly)
-    one = turn(engine)
-    end = PromptCache._end
-
-    def end_interrupted(cache: PromptCache, finished):
+    one, cache = turn(engine), said.cache(tmp_path / "book.cache", engine)
+    with cache:
+        finished = one.answer(
+            [("book.txt", BOOK)], "Where to?", cache, show_text=False, quiet=True, live=False, markdown=False
+        )
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        return end(cache, finished)
-
-    monkeypatch.setattr(PromptCache, "_end", end_interrupted)
-    finished = ask(one, "Where to?", [("book.txt", BOOK)], said.cache(tmp_path / "book.cache", engine))
     assert len(finished.token_ids) == 6
     assert [message["role"] for message in one.conversation.messages] == ["user", "assistant"]
+    assert "no prompt cache: interrupted" in said
+
+
+def test_a_signal_before_the_writing_has_begun_gives_it_up(engine, said, tmp_path, monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ask(turn(engine), "Where to?", [("book.txt", BOOK)], said.cache(tmp_path / "book.cache", engine))
     assert "no prompt cache: interrupted" in said
 
 

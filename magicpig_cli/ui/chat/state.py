@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Listed
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from magicpig_cli.cache.sequence import Sequence
@@ -95,18 +96,19 @@ class Chat:
         self.asked.append(asked)
         self.conversation.add_user(asked.message)
         self._so_far = []
-        try:
-            finished = self._answer()
-        except BaseException:  # Ctrl-C twice, or a signal: what was answered by then is kept, as after a single Ctrl-C
-            if self._so_far:
-                self.conversation.add_assistant("".join(self._so_far))
-            else:
+        with self._beside():
+            try:
+                finished = self._answer()
+            except BaseException:  # Ctrl-C twice, or a signal: what was answered is kept, as after a single Ctrl-C
+                if self._so_far:
+                    self.conversation.add_assistant("".join(self._so_far))
+                else:
+                    self.take_back()
+                raise
+            if finished is None:
                 self.take_back()
-            raise
-        if finished is None:
-            self.take_back()
-            return text
-        self._add(finished)
+                return text
+            self._add(finished)
         return None
 
     def again(self) -> None:
@@ -116,14 +118,15 @@ class Chat:
             raise MagicpigError("there is no question to answer again")
         before = messages.pop() if messages[-1]["role"] == "assistant" else None
         finished: Finished | None = None
-        try:
-            finished = self._answer()
-        finally:
-            if finished is None and before is not None:
-                messages.append(before)
-                console.say("the earlier answer stays")
-        if finished is not None:
-            self._add(finished)
+        with self._beside():
+            try:
+                finished = self._answer()
+            finally:
+                if finished is None and before is not None:
+                    messages.append(before)
+                    console.say("the earlier answer stays")
+            if finished is not None:
+                self._add(finished)
 
     @property
     def setup(self) -> Setup:
@@ -144,6 +147,10 @@ class Chat:
         self.conversation.undo()
         self.waiting = [*asked.documents, *self.waiting]
         return asked
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """What a turn is held within, so that nothing is cut of the sequence while the prompt cache is written."""
+        return nullcontext() if self._prompt_cache is None else self._prompt_cache
 
     def _answer(self) -> Finished | None:
         """The model's answer to the conversation as it is; None if there is none, which has been said."""
