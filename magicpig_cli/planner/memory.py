@@ -111,7 +111,7 @@ def device(plan: Plan, batch: int) -> tuple[Part, ...]:
         Part("reserve", plan.device_reserve, f"CUDA context and workspaces, profile {plan.profile}"),
         _activations(plan, batch),
         _hashing(plan),
-        _signatures(plan),
+        _signatures(plan, batch),
         _scan(plan, batch),
         _copies(plan, batch),
         _directions(plan, copies=1),
@@ -124,17 +124,18 @@ def device(plan: Plan, batch: int) -> tuple[Part, ...]:
 def with_signature_copies(plan: Plan) -> Plan:
     """The plan with copies of signatures on its GPU, of one sequence of the whole context at least; else as it is.
 
-    Sequences share the room: all that may be decoded together have enough, or what the GPU has left. There are fewer of
-    them where one copy has no room beside the windows of more.
+    Sequences share the room: all that may be decoded together and whose keys host memory holds have enough, or what the
+    GPU has left. There are fewer of them where one copy has no room beside the windows of more.
     """
     each, _ = plan.index.device_copy(plan.indexed_keys(plan.context))
     if plan.gpu is None or plan.sampler != "rabitq" or not each:
         return plan
+    held = each * plan.budget_bytes // plan.sequence_bytes(plan.context)  # shorter sequences hold no more keys
     one = replace(plan, signature_room=each)
     for most in range(plan.max_batch, 0, -1):
         left = plan.gpu.free_bytes - total(device(one, most))
         if left >= 0:
-            return replace(one, max_batch=most, signature_room=min(most * each, each + left))
+            return replace(one, max_batch=most, signature_room=min(most * each, max(each, held), each + left))
     return plan
 
 
@@ -222,12 +223,14 @@ def _hashing(plan: Plan) -> Part:
     return Part("hashing", size if plan.sampled_layers else 0, formula)
 
 
-def _signatures(plan: Plan) -> Part:
-    """Room for copies of the indexes, where the GPU scans them."""
+def _signatures(plan: Plan, batch: int) -> Part:
+    """Copies of the indexes, where the GPU scans them: of the whole context, or what there is room for."""
     if not plan.scans_there:
         return Part("signatures", 0, "none")
-    _, each = plan.index.device_copy(plan.indexed_keys(plan.context))
-    return Part("signatures", plan.signature_room, f"for all sequences; of {plan.context:,} tokens one has {each}")
+    each, words = plan.index.device_copy(plan.indexed_keys(plan.context))
+    if batch * each <= plan.signature_room:
+        return Part("signatures", batch * each, _times(batch) + words)
+    return Part("signatures", plan.signature_room, f"room for all; a sequence of {plan.context:,} tokens has {words}")
 
 
 def _scan(plan: Plan, batch: int) -> Part:

@@ -162,7 +162,7 @@ def test_the_plan_knows_every_byte_of_copies_and_buffers():
     assert copied_bytes(runner) == 3 * 2 * 2 * BLOCK_BYTES
     each, _ = runner.plan.index.device_copy(runner.plan.indexed_keys(700))
     assert each == (2 + 1) * 2 * BLOCK_BYTES  # one layer more, for what is joined or cut
-    assert parts["signatures"] == ROOM
+    assert copied_bytes(runner) <= parts["signatures"] == 3 * each
     never = 2 * DEPTH * PUT_BYTES  # by halves, none of which has had a block more
     assert held[1]["pinned"] - held[0]["pinned"] == planned_bytes[1].host - planned_bytes[0].host - never
 

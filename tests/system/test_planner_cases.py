@@ -381,8 +381,7 @@ def test_signatures_lie_on_a_gpu_where_that_is_asked_for_and_it_has_room():
     assert not host.scans_there
     parts, others = ({part.name: part.bytes for part in device(one, 1)} for one in (chosen, host))
     each = (sampled + 1) * 8 * keys * 18
-    assert parts["signatures"] == chosen.signature_room > 2 * each
-    assert chosen.signature_room <= chosen.max_batch * each
+    assert parts["signatures"] == each
     assert total(device(chosen, chosen.max_batch)) <= chosen.gpu.free_bytes
     assert chosen.max_batch == host.max_batch
     assert parts["scan"] == 262_144 * (128 + 16 * 4 + 8 + 18) + 8 * chosen.indexed_keys(98_304) * 16 + 32 * 32 * 256 * 8
@@ -402,6 +401,32 @@ def test_signatures_lie_on_a_gpu_where_that_is_asked_for_and_it_has_room():
         assert (found.max_batch, found.signature_room) == (1, each) if fits else found.max_batch > 1
     (line,) = (line for line in found.reasons if line.startswith("signatures host"))
     assert "has 1.0 MiB too little for a copy of 430.9 MiB" in line
+
+
+@pytest.mark.parametrize(
+    ("ram", "gpu", "bound"),
+    [(64, "RTX 4090", "host"), (1024, "RTX 4090", "GPU"), (1024, "H200", "batch")],
+)
+def test_the_room_for_signatures_is_no_larger_than_what_comes_to_be(ram, gpu, bound):
+    """Of the keys that host memory holds, of the sequences decoded together, and within what the GPU has."""
+    found = plan(
+        machine(ram, gpu), SHAPES["Llama-3.1-8B"], settings(98_304, mode="rabitq", signatures="device"), BUILT_IN
+    )
+    each, _ = found.index.device_copy(found.indexed_keys(98_304))
+    room, most, fit = found.signature_room, found.max_batch, found.batch_size
+    parts = [{part.name: part.bytes for part in device(found, batch)}["signatures"] for batch in (1, fit, most)]
+    assert parts == [each, min(fit * each, room), room]
+    left = found.gpu.free_bytes - total(device(found, most))
+    if bound == "host":
+        assert fit * each <= room < (fit + 1) * each
+        assert fit < most
+        assert left > each
+    elif bound == "GPU":
+        assert left == 0
+        assert each < room < fit * each
+    else:
+        assert room == most * each
+        assert left > 0
 
 
 def test_the_room_for_signatures_is_that_of_the_context_that_host_memory_leaves():
