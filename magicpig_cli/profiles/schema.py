@@ -6,16 +6,15 @@ Reading and writing are one table: what `to_document` writes, `from_document` re
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
 from magicpig_cli.config import MAX_BITS, MAX_K, MAX_L, SAMPLERS
 from magicpig_cli.errors import UsageError
+from magicpig_cli.profiles import kinds
 from magicpig_cli.profiles.profile import BUILT_IN, Match, Profile, TableSize
-from magicpig_cli.units import MAX_SIZE, parse_bytes, parse_tokens
 
 MAX_LAYERS = 1000
 MAX_CHUNK = 1 << 16  # prompt tokens per forward; beyond it activations alone are gigabytes
@@ -23,153 +22,23 @@ MAX_WINDOW = 1 << 20  # tokens of sink or local: more is exact attention by anot
 MAX_SHARE = 100.0  # of a head, of the budget
 MAX_PARALLEL = 1024  # threads, and sequences decoded together
 _SHOWN = 60  # characters of a wrong value in a message
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline; not every one survives YAML
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What a key may hold. `read` raises UsageError or ValueError; `allowed` completes the message."""
-
-    allowed: str
-    read: Callable[[Any, str], Any]  # (value as YAML gives it, key for messages) → value of the dataclass
-    write: Callable[[Any], Any] = lambda value: value
 
 
 @dataclass(frozen=True, slots=True)
 class _Key:
     field: str  # of Profile, Match or TableSize
-    kind: _Kind
-
-
-def _whole(low: int, high: int, what: str = "") -> _Kind:
-    def read(value: Any, _: str) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise ValueError
-        return value
-
-    return _Kind(f"{what}{low:,} to {high:,}", read)
-
-
-def _size(low: int, high: int, parse: Callable[[str], int], units: tuple[tuple[int, str], ...], what: str) -> _Kind:
-    """A number, or text like `96k` and `24GiB`; written with the largest unit that divides it."""
-
-    def read(value: Any, _: str) -> int:
-        number = parse(value) if isinstance(value, str) else value
-        if not isinstance(number, int) or isinstance(number, bool) or not low <= number <= high:
-            raise ValueError
-        return number
-
-    def write(value: int) -> Any:
-        unit, letters = next(((unit, text) for unit, text in units if value and value % unit == 0), (1, ""))
-        return f"{value // unit}{letters}" if letters else value
-
-    return _Kind(what, read, write)
-
-
-def _tokens(low: int, high: int = MAX_SIZE) -> _Kind:
-    upper = f" to {high:,}" if high < MAX_SIZE else " on"
-    return _size(low, high, parse_tokens, ((1024, "k"),), f"numbers of tokens from {low:,}{upper}, like 4k or 4096")
-
-
-def _bytes() -> _Kind:
-    units = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-    return _size(0, MAX_SIZE, parse_bytes, units, "amounts of memory like 24GiB or 512MiB")
-
-
-def _ratio() -> _Kind:
-    return _number("numbers above 0 up to 1", lambda value: 0 < value <= 1)
-
-
-def _number(allowed: str, fits: Callable[[float], bool]) -> _Kind:
-    def read(value: Any, _: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not fits(value):
-            raise ValueError
-        return float(value)
-
-    return _Kind(allowed, read)
-
-
-def _bits() -> _Kind:
-    def read(value: Any, _: str) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not 32 <= value <= MAX_BITS or value % 32:
-            raise ValueError
-        return value
-
-    return _Kind(f"multiples of 32 up to {MAX_BITS}", read)
-
-
-def _choice(*values: str) -> _Kind:
-    def read(value: Any, _: str) -> str:
-        if value not in values:
-            raise ValueError
-        return str(value)
-
-    return _Kind(" and ".join(values) if len(values) > 1 else f"only {values[0]}", read)
-
-
-def _text(what: str, needs: str = r"\S") -> _Kind:
-    def read(value: Any, _: str) -> str:
-        if not isinstance(value, str) or not re.search(needs, value) or _CONTROL.search(value):
-            raise ValueError
-        return value
-
-    return _Kind(what, read)
-
-
-def _threads() -> _Kind:
-    """`physical` (None) or a number."""
-    number = _whole(1, MAX_PARALLEL)
-
-    def read(value: Any, key: str) -> int | None:
-        limit: int | None = None if value == "physical" else number.read(value, key)
-        return limit
-
-    return _Kind(f"physical, or {number.allowed}", read, lambda value: "physical" if value is None else value)
-
-
-def _layers() -> _Kind:
-    def read(value: Any, _: str) -> tuple[int, ...]:
-        number = _whole(0, MAX_LAYERS - 1)
-        if not isinstance(value, list):
-            raise ValueError
-        layers = tuple(number.read(layer, "") for layer in value)
-        if list(layers) != sorted(set(layers)):
-            raise ValueError
-        return layers
-
-    return _Kind(f"ascending lists of layers like [0, 16], from 0 to {MAX_LAYERS - 1}", read, list)
-
-
-def _heads() -> _Kind:
-    """Layer → a number for each query head. Nothing is written where there are none."""
-    layer, share = _whole(0, MAX_LAYERS - 1), _number("", lambda value: 0 < value <= MAX_SHARE)
-
-    def read(value: Any, _: str) -> dict[int, tuple[float, ...]]:
-        if not isinstance(value, dict) or not all(isinstance(heads, list) and heads for heads in value.values()):
-            raise ValueError
-        found = {layer.read(key, ""): tuple(share.read(one, "") for one in heads) for key, heads in value.items()}
-        if len({len(heads) for heads in found.values()}) > 1:
-            raise ValueError
-        return found
-
-    def write(shares: Mapping[int, tuple[float, ...]] | None) -> Any:
-        return {number: list(heads) for number, heads in shares.items()} if shares else None
-
-    return _Kind(
-        f"layers with as many numbers above 0 up to {MAX_SHARE:g} as the model has query heads, like {{1: [0.5, 1.5]}}",
-        read, write,
-    )  # fmt: skip
+    kind: kinds.Kind
 
 
 _TABLE_KEYS = {
-    "K": _Key("K", _whole(1, MAX_K)),
-    "L": _Key("L", _whole(2, MAX_L)),
-    "up_to": _Key("up_to", _tokens(1)),
-    "sampled_ratio": _Key("sampled_ratio", _ratio()),
+    "K": _Key("K", kinds.whole(1, MAX_K)),
+    "L": _Key("L", kinds.whole(2, MAX_L)),
+    "up_to": _Key("up_to", kinds.tokens(1)),
+    "sampled_ratio": _Key("sampled_ratio", kinds.ratio()),
 }
 
 
-def _tables() -> _Kind:
+def _tables() -> kinds.Kind:
     def read(value: Any, key: str) -> tuple[TableSize, ...]:
         if not isinstance(value, list) or not value:
             raise ValueError
@@ -178,7 +47,7 @@ def _tables() -> _Kind:
     def write(tables: tuple[TableSize, ...]) -> list[dict[str, Any]]:
         return [_write_section(table, _TABLE_KEYS) for table in tables]
 
-    return _Kind("lists like [{K: 9, L: 120, up_to: 32k}, {K: 10, L: 150}]", read, write)
+    return kinds.Kind("lists like [{K: 9, L: 120, up_to: 32k}, {K: 10, L: 150}]", read, write)
 
 
 def _read_table(entry: Any, key: str) -> TableSize:
@@ -203,35 +72,35 @@ def _ascending(tables: tuple[TableSize, ...], key: str) -> tuple[TableSize, ...]
 
 _WORDS = "text with letters or digits; quote numbers"
 _MATCH_KEYS = {
-    "device": _Key("device", _choice("cpu", "gpu")),
-    "gpu_name": _Key("gpu_name", _text(_WORDS, r"[^\W_]")),
-    "gpu_memory_min": _Key("gpu_memory_min", _bytes()),
-    "gpu_memory_max": _Key("gpu_memory_max", _bytes()),
-    "cpu_model": _Key("cpu_model", _text(_WORDS, r"[^\W_]")),
-    "model": _Key("model", _text("names of models, as text")),
+    "device": _Key("device", kinds.choice("cpu", "gpu")),
+    "gpu_name": _Key("gpu_name", kinds.text(_WORDS, r"[^\W_]")),
+    "gpu_memory_min": _Key("gpu_memory_min", kinds.memory()),
+    "gpu_memory_max": _Key("gpu_memory_max", kinds.memory()),
+    "cpu_model": _Key("cpu_model", kinds.text(_WORDS, r"[^\W_]")),
+    "model": _Key("model", kinds.text("names of models, as text")),
 }
 _SECTIONS = {
     "attention": {
-        "sampler": _Key("sampler", _choice(*SAMPLERS, "auto")),
+        "sampler": _Key("sampler", kinds.choice(*SAMPLERS, "auto")),
         "tables": _Key("tables", _tables()),
-        "budget": _Key("budget", _ratio()),
-        "bits": _Key("bits", _bits()),
-        "tail": _Key("tail", _number("numbers from 0 to 1", lambda value: 0 <= value <= 1)),
-        "target_error": _Key("target_error", _number("numbers above 0", lambda value: 0 < value < float("inf"))),
-        "head_shares": _Key("head_shares", _heads()),
-        "dense_layers": _Key("dense_layers", _layers()),
-        "sink": _Key("sink", _tokens(0, MAX_WINDOW)),
-        "local": _Key("local", _tokens(1, MAX_WINDOW)),
-        "auto_lsh_from": _Key("auto_lsh_from", _tokens(0)),
+        "budget": _Key("budget", kinds.ratio()),
+        "bits": _Key("bits", kinds.bits(MAX_BITS)),
+        "tail": _Key("tail", kinds.number("numbers from 0 to 1", lambda value: 0 <= value <= 1)),
+        "target_error": _Key("target_error", kinds.number("numbers above 0", lambda value: 0 < value < float("inf"))),
+        "head_shares": _Key("head_shares", kinds.heads(MAX_LAYERS, MAX_SHARE)),
+        "dense_layers": _Key("dense_layers", kinds.layers(MAX_LAYERS)),
+        "sink": _Key("sink", kinds.tokens(0, MAX_WINDOW)),
+        "local": _Key("local", kinds.tokens(1, MAX_WINDOW)),
+        "auto_lsh_from": _Key("auto_lsh_from", kinds.tokens(0)),
     },
     "run": {
-        "chunk": _Key("chunk", _tokens(1, MAX_CHUNK)),
-        "threads": _Key("threads", _threads()),
-        "max_batch": _Key("max_batch", _whole(1, MAX_PARALLEL)),
+        "chunk": _Key("chunk", kinds.tokens(1, MAX_CHUNK)),
+        "threads": _Key("threads", kinds.threads(MAX_PARALLEL)),
+        "max_batch": _Key("max_batch", kinds.whole(1, MAX_PARALLEL)),
     },
     "memory": {
-        "host_reserve": _Key("host_reserve", _bytes()),
-        "device_reserve": _Key("device_reserve", _bytes()),
+        "host_reserve": _Key("host_reserve", kinds.memory()),
+        "device_reserve": _Key("device_reserve", kinds.memory()),
     },
 }
 _TOP_KEYS = ("base", "match", *_SECTIONS, "sources")
@@ -252,7 +121,7 @@ def from_document(document: Any, base: Callable[[str], Profile]) -> Profile:
     _check_keys(document, _TOP_KEYS, "")
     start = BUILT_IN
     if document.get("base") is not None:
-        start = base(_read(_Key("base", _text("names of shipped profiles")), document["base"], "base"))
+        start = base(_read(_Key("base", kinds.text("names of shipped profiles")), document["base"], "base"))
     values: dict[str, Any] = {}
     given: set[str] = set()
     for section, keys in _SECTIONS.items():
@@ -332,7 +201,7 @@ def _read_sources(content: Any, tables: int) -> dict[str, str]:
     if not isinstance(content, dict):
         raise UsageError(f"sources is {_shown(content)}, not keys with texts", hint=f"its keys are {', '.join(known)}")
     _check_keys(content, known, "sources")
-    key = _Key("", _text("texts like 'paper, table 3' or 'measured: …'"))
+    key = _Key("", kinds.text("texts like 'paper, table 3' or 'measured: …'"))
     return {name: _read(key, value, f"sources.{name}") for name, value in content.items()}
 
 
