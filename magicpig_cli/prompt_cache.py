@@ -60,7 +60,8 @@ class FirstMessage:
 
     def tokens(self, codec: ChatCodec, ids: list[int]) -> int:
         """How many tokens of its prompt `ids` would be the same with any other question; all without documents."""
-        from magicpig_cli.engine.conversation import common_prefix, document_message
+        from magicpig_cli.engine.conversation import common_prefix
+        from magicpig_cli.engine.documents import document_message
 
         if not self.documents:
             return len(ids)

@@ -10,7 +10,8 @@ from typing import Any
 
 from magicpig_cli.batch.line import INVALID_REQUEST, BadLine, Line
 from magicpig_cli.config import GenerationOptions
-from magicpig_cli.engine.conversation import ChatCodec, document_message, read_document
+from magicpig_cli.engine.conversation import ChatCodec
+from magicpig_cli.engine.documents import document_message, read_document
 from magicpig_cli.engine.sampling import resolve_sampling
 from magicpig_cli.errors import MagicpigError
 from magicpig_cli.planner import Plan

@@ -191,7 +191,7 @@ def _prompt_cache_path(text: str | None) -> Path | None:
 
 def _one_question(prompt: str | None, documents: list[tuple[str, str]], stdin_taken: bool) -> str | None:
     """The one question of this run, from the argument or from stdin; None = hold a conversation."""
-    from magicpig_cli.engine.conversation import document_text
+    from magicpig_cli.engine.documents import document_text
 
     if prompt is None and not stdin_taken and sys.stdin is not None and not _is_terminal():
         typed = _stdin_bytes()
@@ -206,7 +206,7 @@ def _one_question(prompt: str | None, documents: list[tuple[str, str]], stdin_ta
 
 def _read_documents(prompt: str | None, files: list[str]) -> tuple[list[tuple[str, str]], bool]:
     """(name, text) of each -f, and of what is piped in beside a question; whether stdin was taken for it."""
-    from magicpig_cli.engine.conversation import document_text, read_document
+    from magicpig_cli.engine.documents import document_text, read_document
 
     if files.count("-") > 1:
         raise UsageError("-f - can be given once: stdin is read to its end", hint="give the other documents by path")

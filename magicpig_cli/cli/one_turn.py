@@ -8,7 +8,8 @@ from functools import partial
 
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.config import Settings
-from magicpig_cli.engine.conversation import Conversation, document_message
+from magicpig_cli.engine.conversation import Conversation
+from magicpig_cli.engine.documents import document_message
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.events import Event, Finished
 from magicpig_cli.prompt_cache import FirstMessage, PromptCache

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from magicpig_cli.cli import app
 from magicpig_cli.config import AttentionOptions, GenerationOptions, ModelOptions, Settings
-from magicpig_cli.engine.conversation import Conversation, document_message
+from magicpig_cli.engine.conversation import Conversation
+from magicpig_cli.engine.documents import document_message
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.events import Finished
 

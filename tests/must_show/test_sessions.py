@@ -17,7 +17,8 @@ from magicpig_cli import kernels
 from magicpig_cli.cache.index import LshIndex
 from magicpig_cli.config import AttentionOptions, GenerationOptions, ModelOptions, Settings
 from magicpig_cli.corpus import natural_text
-from magicpig_cli.engine.conversation import Conversation, document_message
+from magicpig_cli.engine.conversation import Conversation
+from magicpig_cli.engine.documents import document_message
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.events import Finished
 from magicpig_cli.sessions import Sessions

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from magicpig_cli.engine.conversation import read_document
+from magicpig_cli.engine.documents import read_document
 from magicpig_cli.errors import ContextError, MagicpigError
 from magicpig_cli.ui import console
 from magicpig_cli.ui.chat.patience import interruptible

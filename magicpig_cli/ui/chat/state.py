@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from magicpig_cli.cache.sequence import Sequence
 from magicpig_cli.config import AttentionOptions, Settings
-from magicpig_cli.engine.conversation import Conversation, common_prefix, document_message
+from magicpig_cli.engine.conversation import Conversation, common_prefix
+from magicpig_cli.engine.documents import document_message
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.engine.sampling import SamplingParams, resolve_sampling
 from magicpig_cli.errors import ContextError, MagicpigError
