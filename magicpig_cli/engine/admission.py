@@ -8,9 +8,10 @@ programs have taken or given back since.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from magicpig_cli import hardware
+from magicpig_cli.engine.answer import Answer
 from magicpig_cli.engine.prefix import SharedPrefix
 from magicpig_cli.planner import Plan
 
@@ -43,7 +44,30 @@ class Admission:
             self._looked = time.monotonic()
         return self._budget
 
-    def bytes_of(self, tokens: int, prefix: SharedPrefix | None) -> int:
+    def need_and_left(
+        self, answer: Answer, opened: Iterable[Answer], prefixes: Iterable[SharedPrefix]
+    ) -> tuple[int, int]:
+        """Bytes that an answer brings along, and those that are left beside others.
+
+        opened: the others; prefixes: what has been read for them. A caller's own sequence was promised its memory when
+        the model was loaded.
+        """
+        if answer.request.sequence is not None:
+            return 0, 0
+        chain = answer.request.prefix.chain() if answer.request.prefix else ()
+        unread = (prefix for prefix in chain if prefix.sequence is None)
+        need = self._promised(answer) + sum(map(self._prefix_bytes, unread))
+        return need, self.budget() - sum(map(self._promised, opened)) - sum(map(self._prefix_bytes, prefixes))
+
+    def _promised(self, answer: Answer) -> int:
+        if answer.request.sequence is not None:
+            return 0
+        return self._bytes_of(answer.longest, answer.request.prefix)
+
+    def _prefix_bytes(self, prefix: SharedPrefix) -> int:
+        return self._bytes_of(prefix.tokens, prefix.parent)
+
+    def _bytes_of(self, tokens: int, prefix: SharedPrefix | None) -> int:
         """What a sequence of `tokens` may take beside the prefix that it is forked from."""
         need = self._plan.sequence_bytes(tokens)
         if prefix is None:

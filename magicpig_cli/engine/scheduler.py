@@ -144,44 +144,20 @@ class Scheduler:
         return answer
 
     def _short_of_memory(self, answer: Answer) -> WaitingForMemory | None:
-        """What there is too little of for this answer to begin. Raises MemoryBudgetError if waiting is of no use.
-
-        A caller's own sequence was promised its memory when the model was loaded.
-        """
-        if answer.request.sequence is not None:
-            return None
-        budget = self._engine.admission.budget()
-        need, promised = self._need(answer), sum(map(self._promised, self._opened()))
-        promised += sum(self._prefix_bytes(prefix) for prefix in self._prefixes)
-        if promised + need <= budget:
+        """What there is too little of for this answer to begin. Raises MemoryBudgetError if waiting is of no use."""
+        need, left = self._engine.admission.need_and_left(answer, self._opened(), self._prefixes)
+        if need <= left:
             return None
         now = time.monotonic()
         if not self._running:
             self._waiting_since = self._waiting_since or now
             if need > self._engine.plan.budget_bytes or now - self._waiting_since > MEMORY_WAIT_S:
                 self._waiting_since = None
-                raise self._too_large(answer, budget - promised)
-        return WaitingForMemory(answer.key, need, max(0, budget - promised))
-
-    def _need(self, answer: Answer) -> int:
-        """Bytes that it brings along: its own, and of prefixes that have not been read yet."""
-        chain = answer.request.prefix.chain() if answer.request.prefix else ()
-        unread = (prefix for prefix in chain if prefix.sequence is None)
-        return self._promised(answer) + sum(map(self._prefix_bytes, unread))
-
-    def _promised(self, answer: Answer) -> int:
-        if answer.request.sequence is not None:
-            return 0
-        return self._engine.admission.bytes_of(answer.longest, answer.request.prefix)
-
-    def _prefix_bytes(self, prefix: SharedPrefix) -> int:
-        return self._engine.admission.bytes_of(prefix.tokens, prefix.parent)
-
-    def _too_large(self, answer: Answer, free: int) -> MemoryBudgetError:
-        return MemoryBudgetError(
-            too_large(self._engine.plan, answer.longest, max(0, free)),
-            hint="close other programs, or allow shorter answers (--max-tokens)",
-        )
+                raise MemoryBudgetError(
+                    too_large(self._engine.plan, answer.longest, max(0, left)),
+                    hint="close other programs, or allow shorter answers (--max-tokens)",
+                )
+        return WaitingForMemory(answer.key, need, max(0, left))
 
     # --- reading prompts ---
 

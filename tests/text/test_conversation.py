@@ -1,4 +1,4 @@
-"""Case 5 (what a next turn can reuse), turns taken back, documents."""
+"""Case 5 (what a next turn can reuse), turns taken back."""
 
 from __future__ import annotations
 
