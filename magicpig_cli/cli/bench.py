@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from magicpig_cli.cli.bench_target import FORMATS, Target, chosen_target, want_one_of
 from magicpig_cli.cli.options import NoLive, Quiet, command_options
-from magicpig_cli.cli.outputs import want_writable, write
 from magicpig_cli.config import SAMPLERS, Settings
-from magicpig_cli.errors import ContextError, MagicpigError, MemoryBudgetError, UsageError
-from magicpig_cli.files import is_stream
+from magicpig_cli.errors import ContextError, MemoryBudgetError, UsageError
 from magicpig_cli.units import format_bytes, parse_token_list
 
 if TYPE_CHECKING:
-    from magicpig_cli.bench.compare import Earlier
     from magicpig_cli.bench.measure import BenchRequest
-    from magicpig_cli.bench.report import Results
     from magicpig_cli.engine.engine import Engine
     from magicpig_cli.planner import Plan
 
-_FORMATS = ("table", "md", "csv", "json", "jsonl")
-_FORMAT_OF = {".md": "md", ".csv": "csv", ".json": "json", ".jsonl": "jsonl"}  # by the end of --output
 _FILLS = ("auto", "real", "tiled")
 _MODES = ("exact", *SAMPLERS)
 _DEFAULT_CONTEXT = 8192
@@ -48,7 +41,7 @@ def bench(
     output_format: Annotated[
         str | None,
         typer.Option(
-            metavar="|".join(_FORMATS),
+            metavar="|".join(FORMATS),
             help="What is printed; by default as --output ends, else a table. On a GPU json also has launch_ms: what "
             "launching a step takes, operator by operator and as graphs.",
         ),
@@ -64,7 +57,7 @@ def bench(
     no_live: NoLive = False,
 ) -> None:
     """Measure decode speed with sampled and exact attention, in one run."""
-    _want_one_of("--fill", fill, _FILLS)
+    want_one_of("--fill", fill, _FILLS)
     lengths = _contexts(settings, contexts)
     if short := [n for n in lengths if n <= gen_tokens + 1]:
         raise UsageError(
@@ -72,7 +65,7 @@ def bench(
             hint="raise --context or lower --gen-tokens",
         )
     modes, batches = _modes(attention, no_baseline), _batches(batch_size)
-    target = _target(output_format, output, compare, plot, quiet)
+    target = chosen_target(output_format, output, compare, plot, quiet)
 
     from magicpig_cli.bench.measure import BenchRequest
     from magicpig_cli.ui.loading import load_engine
@@ -90,7 +83,7 @@ def bench(
     _measure(load_engine(settings, quiet=quiet), request, target, live=not no_live)
 
 
-def _measure(engine: Engine, request: BenchRequest, target: _Target, *, live: bool) -> None:
+def _measure(engine: Engine, request: BenchRequest, target: Target, *, live: bool) -> None:
     """Measure row by row. However that ends, the rows that are finished are delivered."""
     from magicpig_cli import hardware
     from magicpig_cli.bench import report
@@ -114,122 +107,6 @@ def _measure(engine: Engine, request: BenchRequest, target: _Target, *, live: bo
                 console.say(f"{len(rows)} of {wanted} rows were finished")
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """Where results go, in which form, and what they are compared with."""
-
-    form: str  # one of _FORMATS
-    output: Path | None  # None: stdout
-    earlier: Earlier | None
-    plot: str | None  # a file; `-`: the terminal
-    quiet: bool
-
-    def keep(self, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-        """Save the rows that there are so far; a pipe gets all of them at the end. Raises MagicpigError."""
-        if self.output is not None and not is_stream(self.output):
-            self._save(meta, rows)
-
-    def _save(self, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-        """Replace the output file, if there is one, by these rows. Raises MagicpigError."""
-        if self.output is not None:
-            write(self.output, self._document(self._results(meta, rows)).encode("utf-8", errors="replace"))
-
-    def deliver(self, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-        """Write or print everything: document, notes, plot. There is at least one row. Raises MagicpigError."""
-        from magicpig_cli.ui import bench as page
-        from magicpig_cli.ui import console
-
-        results = self._results(meta, rows)
-        try:
-            self._save(meta, rows)
-        except MagicpigError:  # a full disk
-            print(self._document(results), end="")
-            raise
-        if self.output is not None and not self.quiet:
-            console.say(f"{len(rows)} rows in {self.output}")
-        try:
-            if self.plot is not None and self.plot != "-":
-                self._draw(Path(self.plot), results)
-        finally:
-            self._print(results)
-        for text in results.warnings():
-            console.warn(text)
-        if self.plot == "-":
-            page.print_plot(results)
-
-    def _print(self, results: Results) -> None:
-        """The results where no file has them."""
-        from magicpig_cli.ui import bench as page
-
-        if self.output is None and self.form == "table":
-            page.print_tables(results)
-        elif self.output is None:
-            print(self._document(results), end="")
-
-    def _draw(self, path: Path, results: Results) -> None:
-        from magicpig_cli.bench.plot import image
-
-        write(path, image(results.meta, results.rows, path.suffix.lower()))
-
-    def _results(self, meta: dict[str, Any], rows: list[dict[str, Any]]) -> Results:
-        from magicpig_cli.bench.compare import compare
-        from magicpig_cli.bench.report import Results
-
-        return Results(meta, rows, None if self.earlier is None else compare(self.earlier, meta, rows))
-
-    def _document(self, results: Results) -> str:
-        """The text of an output file, or of stdout where that is for programs."""
-        from magicpig_cli.bench import report
-        from magicpig_cli.ui import bench as page
-
-        if self.form == "table":
-            with contextlib.redirect_stdout(io.StringIO()) as text:  # no terminal: neither colours nor a width
-                page.print_tables(results)
-            return text.getvalue() + "".join(f"warning: {line}\n" for line in results.warnings())
-        writers = {"md": report.as_markdown, "csv": report.as_csv, "json": report.as_json, "jsonl": report.as_jsonl}
-        return writers[self.form](results)
-
-
-def _target(
-    output_format: str | None, output: Path | None, compare: Path | None, plot: str | None, quiet: bool
-) -> _Target:
-    """Everything about results that can be checked before there are any. Raises UsageError."""
-    if output == Path("-"):
-        output = None
-    form = output_format or (_FORMAT_OF.get(output.suffix.lower(), "md") if output else "table")
-    _want_one_of("--output-format", form, _FORMATS)
-    if plot is not None:
-        _check_plot(plot, output, form)
-    if output is not None:
-        want_writable("--output", output)
-    earlier = None
-    if compare is not None:
-        from magicpig_cli.bench import compare as comparing
-
-        earlier = comparing.load(compare)
-    return _Target(form, output, earlier, plot, quiet)
-
-
-def _check_plot(plot: str, output: Path | None, form: str) -> None:
-    from magicpig_cli.bench.plot import refuse
-
-    refuse(plot)
-    if plot == "-":
-        if output is None and form != "table":
-            raise UsageError(
-                f"--plot - and --output-format {form} would both go to stdout", hint="--output FILE, or --plot FILE.png"
-            )
-        return
-    if output is not None and output.resolve() == Path(plot).resolve():
-        raise UsageError(f"--output and --plot both name {plot}", hint="--output FILE.json --plot FILE.png")
-    want_writable("--plot", Path(plot))
-
-
-def _want_one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UsageError(f"{option} {value} is unknown", hint=f"use one of {', '.join(allowed)}")
-
-
 def _contexts(settings: Settings, several: str | None) -> tuple[int, ...]:
     """Each context once, shortest first, so that memory runs out last where it does."""
     if several is not None and settings.context is not None:
@@ -246,7 +123,7 @@ def _modes(text: str, no_baseline: bool) -> tuple[str, ...]:
     """Modes in the order in which they are measured: the baseline first."""
     asked = {part.strip() for part in text.split(",") if part.strip()}
     for mode in sorted(asked):
-        _want_one_of("--attention", mode, _MODES)
+        want_one_of("--attention", mode, _MODES)
     if not asked:
         raise UsageError("--attention names no mode", hint="--attention lsh,exact")
     if not no_baseline:
