@@ -11,6 +11,7 @@ import torch
 from magicpig_cli import hardware, kernels, speed_probe
 from magicpig_cli.config import DEFAULT_K, DEFAULT_L
 from magicpig_cli.kernels.memory import HUGE_PAGE_BYTES
+from magicpig_cli.sampler_probe import LookUps, per_id_and_visit
 from magicpig_cli.speed_probe import (
     CACHE_FACTOR,
     FREE_SHARE,
@@ -19,12 +20,10 @@ from magicpig_cli.speed_probe import (
     MIN_BUFFER_BYTES,
     MIN_ROUNDS,
     CpuShare,
-    LookUps,
     Walk,
     buffer_size,
     filled_buffer,
     medians,
-    per_id_and_visit,
 )
 
 MIB, GIB = 1 << 20, 1 << 30
