@@ -6,11 +6,16 @@ import os
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.cli import scripted as program
 from tests.ui.emulator import Emulator
+
+if TYPE_CHECKING:
+    from magicpig_cli.engine.engine import Engine
+    from tests.cli.keeping import Said
 
 PROMPT = ">"
 
@@ -25,6 +30,28 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model("llama", eos_token_id=None, max_position_embeddings=8192).save_pretrained(folder)
     _byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_directory: Path) -> Engine:
+    """The same, loaded to be asked by `keeping.turn`."""
+    from tests.cli.keeping import load
+
+    return load(tiny_directory)
+
+
+@pytest.fixture
+def said() -> Said:
+    from tests.cli.keeping import Said
+
+    return Said()
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where sessions are kept: a data directory of this test's own."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    return tmp_path / "data" / "magicpig-cli" / "sessions"
 
 
 class ScriptedChat:

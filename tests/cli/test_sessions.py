@@ -1,75 +1,24 @@
-"""Conversations and documents that are there again in another process; the model is tiny and random."""
+"""Conversations that are there again in another process; the model is tiny and random."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from magicpig_cli import session_files
 from magicpig_cli.cli.one_turn import OneTurn
-from magicpig_cli.config import AttentionOptions, GenerationOptions, ModelOptions, Settings
+from magicpig_cli.config import GenerationOptions, Settings
 from magicpig_cli.engine.engine import Engine
 from magicpig_cli.errors import ContextError, MagicpigError, UsageError
-from magicpig_cli.prompt_cache import PromptCache, check_path
-from magicpig_cli.sessions import Sessions
 from tests import warm
+from tests.cli.keeping import BOOK, GREEDY, Said, ask, load, turn
 
-GREEDY = GenerationOptions(max_tokens=6, temperature=0.0)
-BOOK = "".join(f"{n}: the ferry number {n * 7} leaves from pier {n % 5}.\n" for n in range(60))
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path, monkeypatch) -> Path:
-    """A data directory of this test's own."""
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    return tmp_path / "data" / "magicpig-cli" / "sessions"
-
-
-def load(directory: Path, **attention) -> Engine:
-    options = AttentionOptions(**{"mode": "lsh", "kv_dtype": "float32", **attention})
-    model = ModelOptions(str(directory), device="cpu", dtype="float32")
-    return Engine.load(Settings(model, options, GREEDY, threads=1))
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_directory) -> Engine:
-    return load(tiny_directory)
-
-
-class Said(list):
-    """What was said and warned of."""
-
-    def sessions(self, **how) -> Sessions:
-        return Sessions(self.append, self.append, **how)
-
-    def cache(self, path: Path, engine: Engine) -> PromptCache:
-        return PromptCache(path, engine, self.append, self.append)
-
-
-@pytest.fixture
-def said() -> Said:
-    return Said()
-
-
-def turn(engine: Engine) -> OneTurn:
-    return OneTurn(engine, Settings(generation=GREEDY))
-
-
-def ask(one: OneTurn, text: str, documents=(), cache: PromptCache | None = None):
-    with contextlib.nullcontext() if cache is None else cache:
-        return one.answer(list(documents), text, cache, show_text=False, quiet=True, live=False, markdown=False)
-
-
-# Sessions
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def held(engine: Engine, said: Said, name: str = "work", turns: int = 2, **how) -> OneTurn:
@@ -344,164 +293,6 @@ def test_a_full_disk_keeps_the_text_and_warns(engine, said, home, monkeypatch):
     held(engine, said)
     assert [path.name for path in home.iterdir()] == ["work.json"]
     assert any("3 MiB are free" in line for line in said)
-
-
-# Prompt cache
-
-
-def test_documents_are_read_once(said, tmp_path, tiny_directory):
-    engine = load(tiny_directory, mode="exact")
-    path = tmp_path / "book.cache"
-    first = ask(turn(engine), "Where to?", [("book.txt", BOOK)], said.cache(path, engine))
-    assert first.reused_tokens == 0
-    assert path.exists()
-    assert not list(tmp_path.glob(".book*"))
-    assert any("written to" in line and "MiB" in line for line in said)
-    written = path.stat().st_mtime_ns
-    second = ask(turn(engine), "Where to?", [("book.txt", BOOK)], said.cache(path, engine))
-    assert second.text == first.text
-    assert second.reused_tokens > len(BOOK)
-    other = ask(turn(engine), "Another question?", [("book.txt", BOOK)], said.cache(path, engine))
-    assert other.reused_tokens == second.reused_tokens
-    assert other.text == ask(turn(engine), "Another question?", [("book.txt", BOOK)]).text
-    assert path.stat().st_mtime_ns == written  # the question differs, the documents do not
-
-
-def test_an_edited_document_reuses_what_comes_before(engine, said, tmp_path):
-    path = tmp_path / "book.cache"
-    ask(turn(engine), "Where to?", [("book.txt", BOOK)], said.cache(path, engine))
-    edited = BOOK[:1200] + "X" + BOOK[1201:]
-    before = path.stat().st_mtime_ns
-    finished = ask(turn(engine), "Where to?", [("book.txt", edited)], said.cache(path, engine))
-    assert 1100 < finished.reused_tokens < 1250
-    assert any("the text is another than in the file" in line for line in said)
-    assert path.stat().st_mtime_ns > before
-    assert ask(turn(engine), "?", [("book.txt", edited)], said.cache(path, engine)).reused_tokens > len(BOOK)
-    before = path.stat().st_mtime_ns
-    shorter = ask(turn(engine), "Where to?", [("book.txt", edited[:2000])], said.cache(path, engine))
-    assert shorter.reused_tokens > 1900
-    assert path.stat().st_mtime_ns == before  # the file has all of it
-
-
-def test_a_question_alone_does_not_take_the_place_of_documents(engine, said, tmp_path):
-    """As where -f was forgotten, or the conversation was cleared."""
-    path = tmp_path / "book.cache"
-    ask(turn(engine), "Where to?", [("book.txt", BOOK)], said.cache(path, engine))
-    before = path.read_bytes()
-    ask(turn(engine), "A long question. " * 30, cache=said.cache(path, engine))
-    assert path.read_bytes() == before
-    ask(turn(engine), "A long question. " * 30, cache=said.cache(tmp_path / "new", engine))
-    assert (tmp_path / "new").exists()
-
-
-def test_what_is_in_memory_is_not_read_from_the_file(engine, said, tmp_path, monkeypatch):
-    cache = said.cache(tmp_path / "book.cache", engine)
-    one = turn(engine)
-    ask(one, "Where to?", [("book.txt", BOOK)], cache)
-    one.conversation.clear()
-    monkeypatch.setattr(engine, "restore", lambda *_: pytest.fail("it was read"))
-    assert ask(one, "Where to?", [("book.txt", BOOK)], cache).reused_tokens > len(BOOK)
-
-
-def test_ctrl_c_once_the_answer_is_complete_gives_up_the_file_alone(engine, said, tmp_path, monkeypatch):
-    def slowly(*_: object, go_on, **__: object) -> int:
-        while True:
-            go_on()
-            time.sleep(0.01)
-
-    monkeypatch.setattr(engine, "save", slowly)
-    one, cache = turn(engine), said.cache(tmp_path / "book.cache", engine)
-    with cache:
-        finished = one.answer(
-            [("book.txt", BOOK)], "Where to?", cache, show_text=False, quiet=True, live=False, markdown=False
-        )
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-    assert len(finished.token_ids) == 6
-    assert [message["role"] for message in one.conversation.messages] == ["user", "assistant"]
-    assert "no prompt cache: interrupted" in said
-
-
-def test_a_signal_before_the_writing_has_begun_gives_it_up(engine, said, tmp_path, monkeypatch):
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        ask(turn(engine), "Where to?", [("book.txt", BOOK)], said.cache(tmp_path / "book.cache", engine))
-    assert "no prompt cache: interrupted" in said
-
-
-def test_another_sampler_makes_the_index_anew_and_says_so(engine, said, tmp_path, tiny_directory):
-    path = tmp_path / "book.cache"
-    ask(turn(engine), "Where to?", [("book.txt", BOOK)], said.cache(path, engine))
-    other = load(tiny_directory, K=8, L=75)
-    finished = ask(turn(other), "Where to?", [("book.txt", BOOK)], said.cache(path, other))
-    assert finished.reused_tokens > len(BOOK)
-    assert any("K 8 here, 10 in the file; L 75 here, 150 in the file" in line for line in said)
-
-
-def test_a_file_of_another_kind_is_refused_and_stays(engine, said, tmp_path, tiny_directory):
-    path = tmp_path / "book.cache"
-    ask(turn(engine), "Where to?", [("book.txt", BOOK)], said.cache(path, engine))
-    with pytest.raises(MagicpigError, match="number type of K/V bfloat16 here, float32 in the file"):
-        said.cache(path, load(tiny_directory, kv_dtype="bfloat16"))
-    path.write_text("my novel")
-    with pytest.raises(MagicpigError, match="not a cache"):
-        said.cache(path, engine)
-    assert path.read_text() == "my novel"
-
-
-def test_a_failed_write_is_a_warning(engine, said, tmp_path, monkeypatch):
-    path = tmp_path / "book.cache"
-
-    def broken(*_: object, **__: object) -> int:
-        raise MagicpigError("cannot write book.cache: Input/output error")
-
-    monkeypatch.setattr(engine, "save", broken)
-    finished = ask(turn(engine), "Where to?", [("book.txt", BOOK)], said.cache(path, engine))
-    assert len(finished.token_ids) == 6
-    assert any("no prompt cache: cannot write" in line for line in said)
-    assert not path.exists()
-
-
-def test_without_room_nothing_is_written_and_the_answer_is_there(engine, said, tmp_path, monkeypatch):
-    import shutil
-
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    finished = ask(turn(engine), "Where to?", [("book.txt", BOOK)], said.cache(tmp_path / "b", engine))
-    assert finished.token_ids
-    assert any("no prompt cache" in line and "1000 B are free" in line for line in said)
-    assert not (tmp_path / "b").exists()
-
-
-def test_places_where_no_cache_can_be_are_refused_early(tmp_path):
-    with pytest.raises(UsageError, match="is a directory"):
-        check_path(tmp_path)
-    with pytest.raises(UsageError, match="cannot write"):
-        check_path(tmp_path / "no" / "such" / "place")
-    with pytest.raises(UsageError, match="no regular file"):
-        check_path(Path("/dev/null"))
-
-
-def test_killed_while_it_answers_the_file_is_there(tiny_directory, tmp_path):
-    """The cache is written from the first token on, not when the answer is done."""
-    (tmp_path / "book.txt").write_text(BOOK)
-    arguments = (
-        "chat", "-m", str(tiny_directory), "-f", str(tmp_path / "book.txt"), "--prompt-cache",
-        str(tmp_path / "b.cache"), "--json",
-    )  # fmt: skip
-    child = warm.Program(*arguments, "-n", "4000", "?", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 60
-    while not (tmp_path / "b.cache").exists() and time.monotonic() < until and child.poll() is None:
-        time.sleep(0.05)
-    assert child.poll() is None
-    child.kill()
-    child.wait()
-    done = warm.run(*arguments, "-n", "2", "again?")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["usage"]["reused_tokens"] > len(BOOK)
-    assert "prompt cache" in done.stderr
 
 
 @pytest.mark.parametrize(
