@@ -6,6 +6,7 @@ All but the choice of tokens is real. A token is a byte, so characters come in p
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -111,3 +112,14 @@ def _slow_down(piece_s: float) -> None:
         return write_pieces(file, snap, in_time)
 
     snapshot._write_pieces = slowly
+
+
+def statistics(rows: list[str]) -> list[tuple[int, int, int]]:
+    """(prompt, completion, reused) tokens of each answer. A token is a byte."""
+    found = re.findall(r"^(\d[\d,]*) \+ (\d[\d,]*) tokens(?: \((\d[\d,]*) reused\))?", "\n".join(rows), re.MULTILINE)
+    return [tuple(int((count or "0").replace(",", "")) for count in counts) for counts in found]  # type: ignore[misc]
+
+
+def tokens(*messages: str) -> int:
+    """Of a prompt of these messages: the template puts three characters before each, and before the answer."""
+    return sum(3 + len(message) for message in messages) + 3
