@@ -125,8 +125,8 @@ class RabitqSampler:
             return None
         groups, budgets = self._asked(layer, q, caches, sampled)
         return self._there.find(
-            q, self.basis(layer, q.shape[-1]), groups, budget=budgets, tail=self.tail, scale=rule.scale,
-            threads=self._threads, record=record, turn=turn,
+            q, self.basis(layer, q.shape[-1]), groups, budget=budgets, tail=self.tail,
+            key=(self._hash_seed, layer), scale=rule.scale, threads=self._threads, record=record, turn=turn,
         )  # fmt: skip
 
     def attend(

@@ -129,7 +129,7 @@ def test_a_moving_budget_starts_within_its_bounds():
 def test_profiles_fill_in_what_was_not_asked():
     profile = replace(BUILT_IN, budget=0.03, bits=64, tail=0.1, target_error=0.2)
     found = chosen(profile, mode="rabitq", bits=256)
-    assert (found.budget, found.bits, found.tail_of("rabitq"), found.target_error) == (0.03, 256, 0.1, 0.2)
+    assert (found.budget, found.bits, found.tail_share, found.target_error) == (0.03, 256, 0.1, 0.2)
     assert any(line.startswith("bits 256: as asked") for line in found.reasons)
     assert any(line.startswith("tail 0.1: profile built-in") for line in found.reasons)
 
