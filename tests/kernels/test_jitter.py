@@ -1,4 +1,4 @@
-"""The pool of jitter: quantiles of an exponential distribution in an order that tells nothing, and where heads begin."""
+"""The pool of jitter: quantiles of an exponential distribution in an order that tells nothing; where heads begin."""
 
 from __future__ import annotations
 
