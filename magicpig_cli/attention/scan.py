@@ -28,20 +28,18 @@ def scan(
     """Bits uint8 [H, n/8] of the rows that reach the thresholds, and these int32 [H].
 
     lookup: tables, lines, means, factor_scale and starts of a `kernels.Lookup`, its subset, and the pool of jitter
-    int16, on the device of the blocks; longest: the largest size of a subset.
+    int16, all on the device of the blocks; longest: the largest size of a subset.
 
     A threshold that takes no row, or all, is for the host to know (`kernels.bounds_of`).
     """
-    values = scores(blocks, *lookup, jitter)
+    values = scores(blocks, lookup, jitter)
     bounds = thresholds(values, subset, longest)
     return packed(values >= bounds[:, None]), bounds.int()
 
 
-def scores(
-    blocks: Sequence[BlockThere], tables: torch.Tensor, lines: torch.Tensor, means: torch.Tensor,
-    factor_scale: torch.Tensor, starts: torch.Tensor, jitter: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+def scores(blocks: Sequence[BlockThere], lookup: Sequence[torch.Tensor], jitter: torch.Tensor) -> torch.Tensor:
     """int16 [H, n], as `kernels.rabitq_scores` has them."""
+    tables, lines, means, factor_scale, starts = lookup
     heads, kv_heads, nibbles = len(tables), len(factor_scale), tables.shape[1]
     group = heads // kv_heads
     lift, centre, share, of_jitter = (part.reshape(kv_heads, group, 1, 1) for part in lines.unbind(1))

@@ -121,7 +121,8 @@ def _probability(above: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
     x = z + sigma
     beyond = (-z.square() / 2).exp() * torch.special.erfcx(x.clamp_min(0) / 2**0.5) / 2
     below = (above + sigma.square() / 2).clamp_max(0).exp() * torch.special.ndtr(-x)
-    return (torch.special.ndtr(z) + torch.where(x > 0, beyond, below)).clamp_max(1)
+    u: torch.Tensor = torch.special.ndtr(z) + torch.where(x > 0, beyond, below)
+    return u.clamp_max(1)
 
 
 def _deviation(q: torch.Tensor, keys: torch.Tensor, bits: int) -> torch.Tensor:

@@ -28,7 +28,7 @@ def scanned(q: np.ndarray, basis, group, budget, tail: float, scale: float):
     sent = (found.tables, found.lines, found.means, found.factor_scale, found.starts)
     parts, jitter = [torch.from_numpy(part) for part in sent], torch.from_numpy(kernels.jitter_pool().copy())
     subset = torch.from_numpy(found.subset)
-    values = scanning.scores(blocks_of(group), *parts, jitter)
+    values = scanning.scores(blocks_of(group), parts, jitter)
     bits, bounds = scanning.scan(blocks_of(group), parts, jitter, subset, int(found.subset[:, 1].max()))
     reached = kernels.Reached(bits.numpy().view(np.uint64), kernels.bounds_of(found.subset, bounds.numpy()))
     return values.numpy(), reached
