@@ -109,7 +109,7 @@ def test_models_check_has_the_sum_of_signatures(tiny_directory, capsys):
     batch = parts["index"]["bytes"] // memory["index_bytes"]
     assert parts["index"]["bytes"] == batch * memory["index_bytes"]
     assert parts["index"]["formula"].endswith(
-        f"2 layers × 2 heads × ({keys:,} keys × 18.125 B + {keys // 256} means × 32 B)"
+        f"2 layers × 2 heads × ({keys:,} keys × 18 B + {keys // 256} means × 32 B)"
     )
 
 
