@@ -138,6 +138,7 @@ cdef extern from "signature.h" nogil:
         uint16_t lift
         uint16_t centre
         int16_t share
+        int16_t jitter
         float norm
         float tau
         float rate
@@ -153,10 +154,10 @@ cdef extern from "signature.h" nogil:
     void set_unit(signed_t* head, int nibbles, float of_means, float factor)
     void score_cell(const uint8_t* codes, const uint16_t* factors, float largest, const uint8_t* ahead, int nibbles,
                     const uint8_t* tables, const signed_t* head, const float* of_means, int64_t cells, int heads,
-                    int16_t* out, int64_t stride)
+                    const int16_t* jitter, int64_t start, int16_t* out, int64_t stride)
     int score_bound(const int16_t* scores, int64_t n, double share, int16_t* subset)
-    void take_scores(const int16_t* scores, int64_t n, int bound, const uint64_t* tail, uint64_t* bits)
-    void take_bits(const uint64_t* taken, int64_t n, int bound, const uint64_t* tail, uint64_t* bits)
+    void take_scores(const int16_t* scores, int64_t n, int bound, uint64_t* bits)
+    void take_bits(const uint64_t* taken, int64_t n, int bound, uint64_t* bits)
     int16_t to_int16(float x)
     void signature_weights(const float* dots, const float* squares, const float* means, const float* factors, int n,
                            const signed_t* head, float scale, int D, int bits, float share, const float* table,
@@ -165,6 +166,7 @@ cdef extern from "signature.h" nogil:
 
 cdef extern from "tail.h" nogil:
     uint64_t tail_seed(uint64_t hash_seed, uint64_t layer, uint64_t kv_head)
+    int64_t jitter_start(uint64_t hash_seed, uint64_t layer, uint64_t kv_head)
     void tail_words(int64_t first, int64_t n, uint64_t seed, const uint64_t* limits, int heads, uint64_t* bits,
                     int64_t words)
 

@@ -50,10 +50,8 @@ cdef struct TailJob:
     int64_t* times
 
 
-cdef _take_tail(Parts parts, const double[:, ::1] rates, key, int Hkv, int threads, int64_t* times, known=None):
-    """Set the bits of the uniform tail, at these rates float64 [B, H]. Before any others: it writes whole words.
-
-    known: for each part whether it is left out; None = none is."""
+cdef _take_tail(Parts parts, const double[:, ::1] rates, key, int Hkv, int threads, int64_t* times):
+    """Set the bits of the uniform tail, at these rates float64 [B, H]. Before any others: it writes whole words."""
     cdef int64_t B = rates.shape[0], H = rates.shape[1], i, p, h, first, count = 0
     cdef Memory limits = Memory(B * H * sizeof(uint64_t))
     cdef uint64_t* limit = <uint64_t*>limits.at
@@ -63,14 +61,13 @@ cdef _take_tail(Parts parts, const double[:, ::1] rates, key, int Hkv, int threa
         any_tail |= limit[i] > 0
     if not any_tail:
         return
-    taken = [p for p in range(parts.count) if known is None or not known[p]]
-    for p in taken:
+    for p in range(parts.count):
         count += (parts.at[p].n + TAIL_ROWS - 1) // TAIL_ROWS * Hkv
     if count == 0:
         return
     cdef Memory items = Memory(count * sizeof(TailItem))
     cdef TailItem* item = <TailItem*>items.at
-    for p in taken:
+    for p in range(parts.count):
         for h in range(Hkv):
             for first in range(0, parts.at[p].n, TAIL_ROWS):
                 item.part, item.kv_head, item.first = parts.at + p, h, first

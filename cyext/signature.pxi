@@ -98,11 +98,10 @@ cdef struct Unit:
     signed_t* heads     # [G]
     uint8_t* tables     # [G][nibbles][16]
     float* means        # [G][cells]: q·μ
+    int64_t start       # of the jitter of row 0
     float largest       # factor
     int16_t* scores     # [G][n]
     uint64_t* bits      # [G][words]; NULL where only scores are asked for
-    const uint64_t* tail  # [G][words]: the uniform tail's, where it was drawn before; NULL: in `bits`
-    int64_t tail_step   # words to the next head's; 0 where heads have the same
     const double* shares      # [G]: of rows, for the threshold
     const uint64_t* taken     # [G][words]: by the threshold, where somebody else has compared; NULL: nobody has
     const int32_t* bounds     # [G]: their thresholds
@@ -117,6 +116,7 @@ cdef struct ScanJob:
     const Unit* units
     const SignedItem* items
     const float* panels
+    const int16_t* jitter
     int D
     int G
     int nibbles
@@ -137,7 +137,8 @@ cdef class Signed:
     cdef int64_t longest
     cdef list held
 
-    def __cinit__(self, const float[:, :, ::1] q, const float[:, :, ::1] panels, groups, float scale):
+    def __cinit__(self, const float[:, :, ::1] q, const float[:, :, ::1] panels, groups, const int16_t[::1] jitter, key,
+                  float scale):
         cdef int64_t B = q.shape[0], H = q.shape[1], Hkv = groups[0].table.kv_heads if groups else H, b, h, u, cells = 0
         cdef int64_t D = q.shape[2], nibbles = panels.shape[0], padded = packed_length(D), i, done = 0
         cdef const int64_t[:, ::1] cells_view
@@ -149,11 +150,11 @@ cdef class Signed:
         cdef Memory means = Memory(H * cells * sizeof(float)), units = Memory(B * Hkv * sizeof(Unit))
         cdef const uint16_t[::1] largest
         self.job.D, self.job.G, self.job.nibbles, self.job.packed = D, H // Hkv, nibbles, padded
-        self.job.panels = &panels[0, 0, 0]
+        self.job.panels, self.job.jitter = &panels[0, 0, 0], &jitter[0]
         self.units, self.heads, self.count, self.rows, self.longest = (
             <Unit*>units.at, <signed_t*>heads.at, B * Hkv, cells * CELL_ROWS, 0)
         self.job.units = self.units
-        self.held = [heads, tables, scaled, packed, means, units]
+        self.held = [jitter, heads, tables, scaled, packed, means, units]
         for i in range(B * H * D):
             (<float*>scaled.at)[i] = (&q[0, 0, 0])[i] * scale
         for i in range(B * H):
@@ -170,6 +171,7 @@ cdef class Signed:
                 unit.heads, unit.tables = self.heads + u, <uint8_t*>tables.at + u * nibbles * 16
                 unit.means = <float*>means.at + done
                 unit.largest = bf16_to_float(largest[h])
+                unit.start = jitter_start(key[0], key[1], h)
                 done += self.job.G * unit.count
                 self.longest = max(self.longest, unit.count * CELL_ROWS)
 
@@ -306,7 +308,8 @@ cdef void _score_item(const void* work, int64_t at, int worker) noexcept nogil:
             heads = min(4, job.G - g)
             score_cell(codes, _factors_of(cell, unit.kv_head), unit.largest, codes if g else ahead, job.nibbles,
                        unit.tables + <int64_t>g * job.nibbles * 16, unit.heads + g, unit.means + g * unit.count + i,
-                       unit.count, heads, unit.scores + g * n + i * CELL_ROWS, n)
+                       unit.count, heads, job.jitter, unit.start + i * CELL_ROWS,
+                       unit.scores + g * n + i * CELL_ROWS, n)
             g = g + heads
     job.times[worker * 8] += now_ns() - began
 
@@ -317,7 +320,6 @@ cdef void _take_item(const void* work, int64_t at, int worker) noexcept nogil:
     cdef const Unit* unit = job.units + job.items[at].unit
     cdef int64_t began = now_ns(), g = job.items[at].first, n = unit.count * CELL_ROWS
     cdef signed_t* head = unit.heads + g
-    cdef const uint64_t* tail = unit.tail + g * unit.tail_step if unit.tail else NULL
     cdef uint64_t* bits = unit.bits + g * (n // 64)
     cdef int bound
     if unit.taken:
@@ -329,9 +331,9 @@ cdef void _take_item(const void* work, int64_t at, int worker) noexcept nogil:
     if bound < -TOP_SCORE:
         head.rate = 1
     if unit.taken:
-        take_bits(unit.taken + g * (n // 64), n, bound, tail, bits)
+        take_bits(unit.taken + g * (n // 64), n, bound, bits)
     else:
-        take_scores(unit.scores + g * n, n, bound, tail, bits)
+        take_scores(unit.scores + g * n, n, bound, bits)
     job.times[worker * 8] += now_ns() - began
 
 
@@ -354,65 +356,27 @@ cdef Parts _signed_parts(Signed signed, groups, Tables sources, const double[:, 
     return parts
 
 
-cdef _draw_tails(Signed signed, Parts parts, groups, const double[:, ::1] rates, key, int threads, int64_t* times):
-    """The uniform tails. A draw is kept with its rows: it is that of all steps until there are others. Heads of one rate
-    share it; where rates differ, they have to be the same in two steps, as those of a moving budget are not."""
-    cdef int64_t b, h, H = rates.shape[1], Hkv = signed.count // len(groups) if groups else 1, heads
-    cdef const uint64_t[:, ::1] words
-    cdef uint64_t[:, ::1] made
-    cdef const Part* part
-    known, wanted = [], []
-    for b, group in enumerate(groups):
-        of_heads = [rates[b, h] for h in range(H)]
-        name = (*key, *(of_heads if len(set(of_heads)) > 1 else of_heads[:1]))
-        found = group.draws.get(name)
-        known.append(found is not None)
-        wanted.append(name if found is None and parts.at[b].n else None)
-        if found is not None:
-            signed.held.append(found)
-            words = found
-            heads = words.shape[0] // Hkv
-            for h in range(Hkv):
-                signed.units[b * Hkv + h].tail = &words[h * heads, 0]
-                signed.units[b * Hkv + h].tail_step = words.shape[1] if heads > 1 else 0
-    _take_tail(parts, rates, key, Hkv, threads, times, known)
-    for b, group in enumerate(groups):
-        if wanted[b] is None:
-            continue
-        even = len(wanted[b]) == len(key) + 1
-        heads = Hkv if even else H
-        again = even or wanted[b] in group.draws
-        group.draws.clear()
-        group.draws[wanted[b]] = None
-        if again:
-            part = parts.at + b
-            draw = np.empty((heads, part.words), dtype=np.uint64)
-            made = draw
-            for h in range(heads):
-                memcpy(&made[h, 0], part.bits + h * (H // heads) * part.words, part.words * sizeof(uint64_t))
-            group.draws[wanted[b]] = draw
-
-
 cdef Parts _take_signed(Signed signed, groups, Tables sources, rates, shares, key, int threads, int64_t* times,
                         taken=()):
     """Parts with the bits of what is sampled."""
     cdef Parts parts = _signed_parts(signed, groups, sources, rates, shares)
+    cdef int64_t Hkv = signed.count // len(groups) if groups else 1
     _give_taken(signed, taken, rates.shape[1])
-    _draw_tails(signed, parts, groups, rates, key, threads, times)
+    _take_tail(parts, rates, key, Hkv, threads, times)
     signed.prepare(threads, times)
     signed.scan(threads, times)
     return parts
 
 
 def rabitq_attend(const float[:, :, ::1] q, const float[:, :, ::1] packed, float share, groups,
-                  const float[::1] weights, rates, shares, key, float scale, float softcap, int threads, runs,
+                  const int16_t[::1] jitter, const float[::1] weights, rates, shares, key, float scale, float softcap, int threads, runs,
                   bint with_error, taken):
     """See _attend_all and _give_taken."""
     cdef int64_t began = now_ns()
     cdef Memory times = Memory(threads * 64)
     tables = [group.table for group in groups]
     cdef Tables sources = Tables(tables + [run[0] for of_sequence in runs for run in of_sequence])
-    cdef Signed signed = Signed(q, packed, groups, scale)
+    cdef Signed signed = Signed(q, packed, groups, jitter, key, scale)
     cdef Parts parts = _take_signed(signed, groups, sources, rates, shares, key, threads, <int64_t*>times.at, taken)
     cdef AttendJob about
     about.bits, about.share = 4 * signed.job.nibbles, share
@@ -420,20 +384,21 @@ def rabitq_attend(const float[:, :, ::1] q, const float[:, :, ::1] packed, float
                        began)
 
 
-def rabitq_sample(const float[:, :, ::1] q, const float[:, :, ::1] packed, float share, groups, rates, shares, key,
-                  float scale, int threads):
+def rabitq_sample(const float[:, :, ::1] q, const float[:, :, ::1] packed, float share, groups,
+                  const int16_t[::1] jitter, rates, shares, key, float scale, int threads):
     """Sampled rows of every sequence and query head: int64, ascending."""
     cdef Memory times = Memory(threads * 64)
     cdef Tables sources = Tables([group.table for group in groups])
-    cdef Signed signed = Signed(q, packed, groups, scale)
+    cdef Signed signed = Signed(q, packed, groups, jitter, key, scale)
     cdef Parts parts = _take_signed(signed, groups, sources, rates, shares, key, threads, <int64_t*>times.at)
     return _sampled_rows(parts, q.shape[0], q.shape[1])
 
 
-def rabitq_scores(const float[:, :, ::1] q, const float[:, :, ::1] packed, groups, float scale, int threads):
+def rabitq_scores(const float[:, :, ::1] q, const float[:, :, ::1] packed, groups, const int16_t[::1] jitter, key,
+                  float scale, int threads):
     """Scores int16 [H, n] of every sequence, and their units float32 [B, H]."""
     cdef Memory times = Memory(threads * 64), items
-    cdef Signed signed = Signed(q, packed, groups, scale)
+    cdef Signed signed = Signed(q, packed, groups, jitter, key, scale)
     cdef int64_t u, first, n, count = 0, Hkv = signed.count // len(groups) if groups else 1, H = q.shape[1]
     cdef SignedItem* item
     cdef int16_t[:, ::1] view

@@ -72,17 +72,18 @@ def weight_bound(cosine: np.ndarray, cosine_error: np.ndarray, weights: np.ndarr
     )
 
 
-def normal_bound(z: np.ndarray, z_error: np.ndarray, weights: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Of −ln Φ read from `weights` over uniform cells of z in [low, high], where z may be off by z_error."""
-    cells = len(weights) - 1
+def jittered_bound(
+    above: np.ndarray, sigma: np.ndarray, off: np.ndarray, relative: np.ndarray, weights: np.ndarray
+) -> np.ndarray:
+    """Of −ln u of a score with jitter, where s − τ may be off by `off` and σ by `relative` of itself.
 
-    def read(x: np.ndarray) -> np.ndarray:
-        at = (np.clip(x, low, high) - low) * (cells / (high - low))
-        return np.interp(at, np.arange(cells + 1), weights.astype(np.float64))
-
-    here, above, below = read(z), read(z + z_error), read(z - z_error)
-    rounding = U * (EXP + cells * EXP * slope(weights)) + U * np.abs(here)
-    return np.maximum(np.abs(above - here), np.abs(below - here)) + rounding
+    ln u = ln E[min(1, exp(s − τ + σε))] has a slope of at most 1 over s − τ, and of at most 1 + σ over σ: by Stein's
+    lemma that of u is σ·E[exp(…); … < 0] − φ(z), and φ(z) ≤ (1 + |z|)·u where |z| < σ, φ(z) ≤ u elsewhere. Then
+    rounding of positions in the table of −ln Φ `weights`, and of exponents, which are (x² − z²)/2 or s − τ."""
+    moved = off + (1 + sigma) * sigma * relative
+    x = np.clip(above / sigma + sigma, 0, 11)
+    exponents = np.minimum(np.abs(above), 70) + x**2 + sigma
+    return np.nan_to_num(moved + U * (DOT * exponents + len(weights) * EXP * slope(weights)), posinf=np.inf)
 
 
 def deviation_error(q: np.ndarray, x: np.ndarray, f: np.ndarray, bits: int, sigma: np.ndarray) -> np.ndarray:

@@ -11,6 +11,8 @@
 #define MOST_BITS 512
 #define MOST_NIBBLE 31 /* in a look-up table: eight of them fit in a byte */
 #define TOP_SCORE 32767
+#define JITTER_ROWS (1 << 17) /* of the pool; these two as in magicpig_cli/kernels/signature_shape.py */
+#define JITTER_NATS 12.5f
 #define ROUNDING 8 /* units that a score may be off by, at most */
 #define SUBSET_ROWS 2048 /* that the threshold is taken from, and how many are expected above it: at least */
 #define EXPECTED_ROWS 32
@@ -135,6 +137,7 @@ typedef struct { /* what a query head makes of signatures */
     uint16_t lift;      /* what a sum is multiplied by, so that it fills 16 bits */
     uint16_t centre;    /* the multiple that stands for 0 */
     int16_t share;      /* 2^15 times what the product of a centred multiple and a factor is in units */
+    int16_t jitter;     /* 2^15 times what a unit of the jitter is in units */
     float norm;         /* |q|², q times the scale */
     float tau;          /* threshold, in logits; infinite: none */
     float rate;         /* of the uniform tail; 1: everything is taken */
@@ -180,16 +183,17 @@ static inline int16_t to_int16(float x) { return (int16_t)lrintf(x); }
 static inline void set_unit(signed_t *head, int nibbles, float of_means, float factor) {
     const float centre = head->step > 0 ? -head->offset / head->step : 0;
     const float sums = (float)nibbles / 2 + centre; /* from the centre, at most */
-    const float most = of_means + factor * head->step * sums;
+    const float most = of_means + factor * head->step * sums + JITTER_NATS;
     head->lift = 1;
     while (2 * head->lift * sums <= TOP_SCORE) head->lift = (uint16_t)(2 * head->lift);
     head->centre = (uint16_t)to_int16(centre * head->lift);
     head->unit = 1, head->share = 0;
-    if (most > 0 && isfinite(most)) {
+    if (isfinite(most)) {
         const float part = factor * head->step / head->lift * (32768.0f / TOP_SCORE); /* what a product is in logits */
         head->unit = fmaxf(most / (TOP_SCORE - ROUNDING), part);
         head->share = to_int16(fminf(part / head->unit * 32768, TOP_SCORE));
     }
+    head->jitter = to_int16(JITTER_NATS / TOP_SCORE / head->unit * 32768);
 }
 
 /* Factors of GROUP_ROWS rows as shares of the largest of all rows: per_share times as much, up to TOP_SCORE. */
@@ -200,12 +204,14 @@ static INLINE void factor_shares(const uint16_t *factors, float per_share, int16
 }
 
 /* Scores of a cell for up to four heads: tables [heads] `bytes` apart, of_means[h·cells], out[h·stride + row].
- * Meanwhile as many codes are fetched from `ahead` on: cells may lie in places of their own.
+ * Meanwhile as many codes are fetched from `ahead` on: cells may lie in places of their own. jitter: the pool, of which
+ * the first row takes that at `start`.
  *
- * All in 16 bits: lift·Σ table, less the centre, times the factor's share of the largest, in units, and the mean's part. */
+ * All in 16 bits: lift·Σ table, less the centre, times the factor's share of the largest, in units, and the mean's part
+ * and the jitter. */
 static INLINE void score_heads(const uint8_t *codes, const uint16_t *factors, float per_share, const uint8_t *ahead,
         int nibbles, const uint8_t *tables, const signed_t *head, const float *of_means, int64_t cells, int heads,
-        int16_t *out, int64_t stride) {
+        const int16_t *jitter, int64_t start, int16_t *out, int64_t stride) {
     const int64_t bytes = (int64_t)nibbles * 16;
     int16_t mean[4];
     for (int h = 0; h < heads; h++) mean[h] = to_int16(of_means[h * cells] / head[h].unit);
@@ -215,13 +221,15 @@ static INLINE void score_heads(const uint8_t *codes, const uint16_t *factors, fl
         prefetch((const char *)ahead, bytes);
         factor_shares(factors + first, per_share, shares);
         nibble_sums(codes, nibbles, tables, bytes, heads, sums);
+        const int16_t *added = jitter + ((start + first) & (JITTER_ROWS - 1));
         UNROLL for (int h = 0; h < heads; h++) {
             const uint16_t lift = head[h].lift, centre = head[h].centre;
-            const int16_t share = head[h].share;
+            const int16_t share = head[h].share, of_jitter = head[h].jitter;
             int16_t *to = out + h * stride + first;
             for (int r = 0; r < GROUP_ROWS; r++) {
                 const int16_t from_centre = (int16_t)(uint16_t)(sums[h * GROUP_ROWS + r] * lift - centre);
-                to[r] = (int16_t)(mean[h] + product_of_shares(product_of_shares(from_centre, shares[r]), share));
+                to[r] = (int16_t)(mean[h] + product_of_shares(product_of_shares(from_centre, shares[r]), share)
+                                  + product_of_shares(added[r], of_jitter));
             }
         }
     }
@@ -229,9 +237,10 @@ static INLINE void score_heads(const uint8_t *codes, const uint16_t *factors, fl
 
 static OUTLINE void score_cell(const uint8_t *codes, const uint16_t *factors, float largest, const uint8_t *ahead,
         int nibbles, const uint8_t *tables, const signed_t *head, const float *of_means, int64_t cells, int heads,
-        int16_t *out, int64_t stride) {
+        const int16_t *jitter, int64_t start, int16_t *out, int64_t stride) {
     const float per_share = largest > 0 ? TOP_SCORE / largest : 0;
-#define SCORE(H) score_heads(codes, factors, per_share, ahead, nibbles, tables, head, of_means, cells, H, out, stride)
+#define SCORE(H) \
+    score_heads(codes, factors, per_share, ahead, nibbles, tables, head, of_means, cells, H, jitter, start, out, stride)
     if (heads == 4) SCORE(4);
     else if (heads == 3) SCORE(3);
     else if (heads == 2) SCORE(2);
@@ -271,33 +280,34 @@ static OUTLINE int score_bound(const int16_t *scores, int64_t n, double share, i
     return low;
 }
 
-/* bits [n/64] |= scores that reach the bound; tail: words to begin with instead, or NULL. */
-static OUTLINE void take_scores(const int16_t *scores, int64_t n, int bound, const uint64_t *tail, uint64_t *bits) {
-    for (int64_t word = 0; word < n / 64; word++) {
-        uint64_t taken = tail ? tail[word] : bits[word];
-        if (bound < -TOP_SCORE) taken = ~(uint64_t)0;
-        else if (bound <= TOP_SCORE) taken |= scores_reach(scores + 64 * word, (int16_t)bound);
-        bits[word] = taken;
-    }
+/* bits [n/64] |= scores that reach the bound. */
+static OUTLINE void take_scores(const int16_t *scores, int64_t n, int bound, uint64_t *bits) {
+    for (int64_t word = 0; word < n / 64; word++)
+        if (bound < -TOP_SCORE) bits[word] = ~(uint64_t)0;
+        else if (bound <= TOP_SCORE) bits[word] |= scores_reach(scores + 64 * word, (int16_t)bound);
 }
 
 /* The same where somebody else has compared with the bound. */
-static OUTLINE void take_bits(const uint64_t *taken, int64_t n, int bound, const uint64_t *tail, uint64_t *bits) {
-    for (int64_t word = 0; word < n / 64; word++) {
-        const uint64_t drawn = tail ? tail[word] : bits[word];
-        bits[word] = bound < -TOP_SCORE ? ~(uint64_t)0 : bound <= TOP_SCORE ? drawn | taken[word] : drawn;
-    }
+static OUTLINE void take_bits(const uint64_t *taken, int64_t n, int bound, uint64_t *bits) {
+    for (int64_t word = 0; word < n / 64; word++)
+        if (bound < -TOP_SCORE) bits[word] = ~(uint64_t)0;
+        else if (bound <= TOP_SCORE) bits[word] |= taken[word];
 }
 
 /* --- weights of sampled rows --- */
 
-/* Per key −ln u, from the table over z = (s − τ) / σ with `cells` uniform cells: dots = q·k without the scale, squares =
- * |k − μ|², means = q·μ with the scale, factors as stored. bits and share: B and c of EVIDENCE.md. */
+/* Per key −ln u of `estimator.signature_probability`, u = Φ(z) + exp(s − τ + σ²/2)·Φ(−x), z = (s − τ)/σ, x = z + σ, from
+ * the table of −ln Φ with `cells` uniform cells: dots = q·k without the scale, squares = |k − μ|², means = q·μ with the
+ * scale, factors as stored. bits and share: B and c of EVIDENCE.md. n ≤ TILE.
+ *
+ * Where x > 0 the exponent is (x² − z²)/2, with the x that the table is read at: its end is x = 11, at σ above 4. */
 static inline void signature_weights(const float *dots, const float *squares, const float *means, const float *factors,
         int n, const signed_t *head, float scale, int D, int bits, float share, const float *table, int cells,
         float *out) {
     const float per_dimension = 1 / (float)(D > 1 ? D - 1 : 1);
-    const vf zero = vf_set1(0), per_z = vf_set1((float)cells / (Z_HIGH - Z_LOW));
+    const vf zero = vf_set1(0), one = vf_set1(1), half = vf_set1(0.5f), low = vf_set1(Z_LOW), least = vf_set1(200);
+    const vf per_z = vf_set1((float)cells / (Z_HIGH - Z_LOW));
+    float by_jitter[TILE], exponents[TILE];
     for (int r = 0; r < n; r += VW) {
         const vf s = vf_mul(vf_load(dots + r), vf_set1(scale)), x2 = vf_load(squares + r), f = vf_load(factors + r);
         const vf along = vf_sub(s, vf_load(means + r)), f2 = vf_mul(f, f);
@@ -306,9 +316,22 @@ static inline void signature_weights(const float *dots, const float *squares, co
         const vf free = vf_sub(vf_mul(vf_set1((float)bits), f2), vf_mul(vf_set1(share), x2));
         vf variance = vf_mul(vf_mul(vf_gt(across, zero, across, zero), vf_gt(free, zero, free, zero)),
                              vf_set1(per_dimension));
-        variance = vf_add(vf_fma(vf_set1(head->noise), f2, variance), vf_set1(head->unit * head->unit / 4));
-        const vf z = vf_clamp(vf_div(vf_sub(s, vf_set1(head->tau)), vf_sqrt(variance)), Z_LOW, Z_HIGH);
-        vf_store(out + r, vf_mul(vf_sub(z, vf_set1(Z_LOW)), per_z));
+        variance = vf_add(vf_fma(vf_set1(head->noise), f2, variance), vf_set1(head->unit * head->unit / 3));
+        const vf sigma = vf_sqrt(variance), above = vf_sub(s, vf_set1(head->tau)), z = vf_div(above, sigma);
+        const vf x = vf_add(z, sigma), read = vf_clamp(vf_sub(zero, x), Z_LOW, Z_HIGH);
+        const vf end = vf_gt(x, vf_sub(zero, low), vf_sub(zero, low), x);
+        const vf squared = vf_mul(half, vf_mul(vf_sub(end, z), vf_add(end, z)));
+        vf_store(exponents + r, vf_gt(x, zero, squared, vf_fma(half, variance, above)));
+        vf_store(by_jitter + r, vf_mul(vf_sub(read, low), per_z));
+        vf_store(out + r, vf_mul(vf_sub(vf_clamp(z, Z_LOW, Z_HIGH), low), per_z));
     }
     read_table(out, n, table, cells);
+    read_table(by_jitter, n, table, cells);
+    for (int r = 0; r < n; r += VW) {
+        vf a = vf_load(out + r), b = vf_sub(vf_load(by_jitter + r), vf_load(exponents + r));
+        b = vf_gt(least, b, b, least);
+        const vf apart = vf_gt(a, b, vf_sub(b, a), vf_sub(a, b));
+        const vf u = vf_sub(vf_gt(a, b, b, a), vf_log(vf_add(one, vf_exp(apart))));
+        vf_store(out + r, vf_gt(u, zero, u, zero));
+    }
 }

@@ -14,6 +14,11 @@ static inline uint64_t tail_seed(uint64_t hash_seed, uint64_t layer, uint64_t kv
     return tail_mix(seed + (kv_head + 1) * 0x9e3779b97f4a7c15u);
 }
 
+/* Where row 0 of a kv head takes its jitter from: a multiple of 32, below 2^17 (magicpig_cli/kernels/jitter.py). */
+static inline int64_t jitter_start(uint64_t hash_seed, uint64_t layer, uint64_t kv_head) {
+    return (int64_t)(tail_mix(tail_seed(hash_seed, layer, kv_head)) & ((1 << 17) - 32));
+}
+
 /* Which of 64 hashes are below a limit < 2^32, as bits: eight bytes of 0 or 1 become eight bits by one product. */
 static inline uint64_t hashes_below(const uint32_t *hash, uint32_t limit) {
     uint8_t flags[64];

@@ -1,8 +1,8 @@
 """The estimators' formulas in float64 (paper section 4; DESIGN.md, "The estimator"; EVIDENCE.md section 2). NumPy only.
 
 Tables take a key iff its code of K sign bits equals the query's in at least two of L tables; signatures iff the logit
-that its sign bits tell reaches a threshold; the uniform tail takes any key with a fixed probability. This module is the
-reference for whatever needs the probability of that: the kernels' tables of −ln u, predictions of quality, tests.
+that its sign bits tell and a jitter reach a threshold; the uniform tail takes any key with a fixed probability. This
+module is the reference for whatever needs the probability of that: the kernels' tables of −ln u, predictions, tests.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ TABLE_ERROR = 8e-6  # of −ln u read from it, K in 1..16, L in 2..1000, cos θ 
 NORMAL_ERROR = 8e-6  # of −ln Φ read from the table of the signature sampler, z ≥ Z_LOW
 _SERIES_BELOW = 0.1  # L·p; above it the closed form loses fewer than 3 of 16 digits
 _BISECTIONS = 40
+_FAR = 30.0  # from there on the series of the Mills ratio, within 105 / x⁸
 _TERMS = 12  # each is below 0.1/3 of the one before: the rest is below 1e-16 of the sum
 
 
@@ -161,7 +162,7 @@ def signature_deviation(
     Given A = |x| / f the estimate's error is q's component across x times a direction that the rotations make uniform:
     σ² = (|q|² − (q·x)²/|x|²)·(B·f² − c·|x|²)/(D−1), c the `rotation_share`, both factors clamped at 0. factors [.., N]:
     f as stored, None for what it is about, |x| / E[A]. noise: variance of ⟨b, P·q⟩ by rounded look-up tables; unit:
-    step of the scores, which are rounded three times.
+    step of the scores, which are rounded four times.
     """
     q, x = np.asarray(q, dtype=np.float64), np.asarray(x, dtype=np.float64)
     head_dim, squares = x.shape[-1], (x**2).sum(axis=-1)
@@ -169,22 +170,42 @@ def signature_deviation(
     along = np.einsum("...nd,...d->...n", x, q)
     across = (q**2).sum(axis=-1)[..., None] - np.divide(along**2, squares, out=np.zeros_like(along), where=squares > 0)
     spread = np.maximum(across, 0) * np.maximum(bits * f**2 - rotation_share(bits, head_dim) * squares, 0)
-    deviation: Floats = np.sqrt(spread / max(head_dim - 1, 1) + noise * f**2 + unit**2 / 4)
+    deviation: Floats = np.sqrt(spread / max(head_dim - 1, 1) + noise * f**2 + unit**2 / 3)
     return deviation
 
 
 def signature_probability(logits: ArrayLike, threshold: ArrayLike, deviation: ArrayLike) -> Floats:
-    """u = Φ((s − τ)/σ), the probability that a key of logit s is taken; floor 1e-30. σ = 0: whether it reaches τ."""
+    """u, the probability that a key of logit s is taken by a threshold τ; floor 1e-30.
+
+    Its score is s + σ·ε + E, ε normal and E exponential with mean 1, so that u = E[min(1, exp(s − τ + σ·ε))]
+    = Φ(z) + exp(s − τ + σ²/2)·Φ(−x) with z = (s − τ)/σ, x = z + σ. σ = 0: min(1, exp(s − τ)).
+    """
     above = np.asarray(logits, dtype=np.float64) - np.asarray(threshold, dtype=np.float64)
     sigma = np.broadcast_to(np.asarray(deviation, dtype=np.float64), above.shape)
-    z = np.divide(above, sigma, out=np.where(above >= 0, Z_HIGH, -np.inf), where=sigma > 0)
-    return normal_probability(z)
+    with np.errstate(invalid="ignore", over="ignore"):
+        z = np.divide(above, sigma, out=np.where(above >= 0, np.inf, -np.inf), where=sigma > 0)
+        x = np.where(sigma > 0, z + sigma, z)
+        beyond = np.exp(-(z**2) / 2) * mills_ratio(x) / math.sqrt(2 * math.pi)  # (x² − z²)/2 is the exponent
+        below = np.exp(np.where(x > 0, 0, above + sigma**2 / 2)) * normal_probability(-x)
+    u: Floats = np.clip(normal_probability(z) + np.where(x > 0, beyond, below), FLOOR, 1.0)
+    return u
+
+
+def mills_ratio(x: ArrayLike) -> Floats:
+    """(1 − Φ(x)) / φ(x) of x ≥ 0, relative error below 1e-10; of x < 0 that of 0."""
+    x = np.maximum(np.asarray(x, dtype=np.float64), 0)
+    near = np.minimum(x, _FAR)
+    upper = np.array([math.erfc(y) for y in (near / math.sqrt(2)).ravel().tolist()]).reshape(x.shape) / 2
+    far = np.maximum(x, _FAR)
+    series = (1 - far**-2.0 + 3 * far**-4.0 - 15 * far**-6.0) / far
+    ratio: Floats = np.where(x < _FAR, upper * np.exp(near**2 / 2) * math.sqrt(2 * math.pi), series)
+    return ratio
 
 
 def predicted_threshold(logits: ArrayLike, deviation: ArrayLike, share: float) -> float:
     """τ at which a share of the keys [N] is expected to be taken: mean of `signature_probability` = share."""
     s, sigma = np.asarray(logits, dtype=np.float64), np.asarray(deviation, dtype=np.float64)
-    low, high = float((s - 8 * sigma).min()), float((s + 8 * sigma).max())
+    low, high = float((s - 8 * sigma).min()), float((s + 8 * sigma).max()) - math.log(share)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         if signature_probability(s, middle, sigma).mean() > share:

@@ -1,7 +1,7 @@
 """Attention of decode steps sampled by signatures (DESIGN.md, "The estimator"; RaBitQ, Gao & Long, SIGMOD 2024).
 
-A key is taken if the logit that its signature estimates is above a threshold, which lets a share of the keys through,
-the budget; besides, every key is taken with a small probability. What is taken weighs −ln of how likely that was.
+A key is taken if the logit that its signature estimates, plus a jitter, is above a threshold, which lets a share of the
+keys through, the budget: so with a probability that goes with its weight. How likely that was weighs what is taken.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from magicpig_cli.config import BUDGET_RANGE
 
 _STREAM = 1  # of the counter; 0 draws the directions of hash tables
 # By --target-error: a head whose estimated error comes near the target reads twice as much in the next step; one that
-# is below half of it reads 0.7 times as much, where the error, which goes with 1 / budget, is not near it. In between a
-# budget stays. Queries differ from step to step: raised only above the target, an RMS of 0.052 was had for 0.05.
+# is below half of it reads 0.7 times as much, where the error, which goes with 1 / budget at most, is not near it. In
+# between a budget stays. Queries differ from step to step: an RMS of 0.052 was had for 0.05, raised only above 0.05.
 RAISE, RAISE_ABOVE = 2.0, 0.75
 LOWER, LOWER_BELOW = 0.5**0.5, 0.5
 
@@ -125,8 +125,8 @@ class RabitqSampler:
             return None
         groups, budgets = self._asked(layer, q, caches, sampled)
         return self._there.find(
-            q, self.basis(layer, q.shape[-1]), groups, budget=budgets, tail=self.tail, scale=rule.scale,
-            threads=self._threads, record=record, turn=turn,
+            q, self.basis(layer, q.shape[-1]), groups, budget=budgets, tail=self.tail,
+            key=(self._hash_seed, layer), scale=rule.scale, threads=self._threads, record=record, turn=turn,
         )  # fmt: skip
 
     def attend(

@@ -22,32 +22,32 @@ _LEAST = torch.iinfo(torch.int16).min  # below every score
 
 
 def scan(
-    blocks: Sequence[BlockThere], lookup: Sequence[torch.Tensor], subset: torch.Tensor, longest: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks: Sequence[BlockThere], lookup: Sequence[torch.Tensor], jitter: torch.Tensor, subset: torch.Tensor,
+    longest: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Bits uint8 [H, n/8] of the rows that reach the thresholds, and these int32 [H].
 
-    lookup: tables, lines, means and factor_scale of a `kernels.Lookup`, and subset, on the device of the blocks;
-    longest: the largest size of a subset.
+    lookup: tables, lines, means, factor_scale and starts of a `kernels.Lookup`, its subset, and the pool of jitter
+    int16, all on the device of the blocks; longest: the largest size of a subset.
 
     A threshold that takes no row, or all, is for the host to know (`kernels.bounds_of`).
     """
-    values = scores(blocks, *lookup)
+    values = scores(blocks, lookup, jitter)
     bounds = thresholds(values, subset, longest)
     return packed(values >= bounds[:, None]), bounds.int()
 
 
-def scores(
-    blocks: Sequence[BlockThere], tables: torch.Tensor, lines: torch.Tensor, means: torch.Tensor,
-    factor_scale: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+def scores(blocks: Sequence[BlockThere], lookup: Sequence[torch.Tensor], jitter: torch.Tensor) -> torch.Tensor:
     """int16 [H, n], as `kernels.rabitq_scores` has them."""
+    tables, lines, means, factor_scale, starts = lookup
     heads, kv_heads, nibbles = len(tables), len(factor_scale), tables.shape[1]
     group = heads // kv_heads
-    lift, centre, share = (part.reshape(kv_heads, group, 1, 1) for part in lines.unbind(1))
+    lift, centre, share, of_jitter = (part.reshape(kv_heads, group, 1, 1) for part in lines.unbind(1))
     entries = _entries(tables.view(kv_heads, group, nibbles, 16), lift, centre)
     offsets = torch.arange(kv_heads * nibbles, dtype=torch.int32, device=tables.device) * 256
     offsets = offsets.view(kv_heads, 1, 1, nibbles)
     half = lines.new_full((1,), 1 << 14)  # of 2^15, by which products are divided: so they are rounded
+    in_cell = starts[:, None] + torch.arange(SIGNATURE_ROWS, device=tables.device)  # jitter of the first cell
     of_means = (means.to(torch.int32).bitwise_left_shift_(15) + half).view(kv_heads, group, -1, 1)
     out = torch.empty((kv_heads, group, means.shape[1], SIGNATURE_ROWS), dtype=torch.int16, device=tables.device)
     done, at_once = 0, max(1, SCAN_KEYS // (SIGNATURE_ROWS * kv_heads))
@@ -57,7 +57,11 @@ def scores(
         shares = (factors * factor_scale[:, None]).round_().to(torch.int32).transpose(0, 1).unsqueeze(1)
         centred = torch.addcmul(half, sums, shares).bitwise_right_shift_(15)
         scored = torch.addcmul(of_means[:, :, cells], centred, share)  # below 2^30, as a score is below 2^15
-        out[:, :, cells] = scored.bitwise_right_shift_(15)
+        scored.bitwise_right_shift_(15)
+        rows = torch.arange(done, done + len(codes), device=tables.device).mul_(SIGNATURE_ROWS).view(-1, 1)
+        added = jitter[(in_cell[:, None] + rows).remainder_(len(jitter))].to(torch.int32).unsqueeze(1)
+        scored += torch.addcmul(half, added, of_jitter).bitwise_right_shift_(15)
+        out[:, :, cells] = scored
         done += len(codes)
     return out.view(heads, -1)
 

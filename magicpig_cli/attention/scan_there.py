@@ -43,7 +43,7 @@ class ScanThere:
 
     def find(
         self, q: np.ndarray, basis: SignatureBasis, groups: Sequence[SignedRows], *, budget: np.ndarray, tail: float,
-        scale: float, threads: int, record: StepRecorder, turn: Lock,
+        key: tuple[int, int], scale: float, threads: int, record: StepRecorder, turn: Lock,
     ) -> Found | None:  # fmt: skip
         """Have the device find the rows that reach the thresholds of q [B, H, D]; None: it has room for no sequence's,
         or there are no rows. turn: held while the kernels are at work. Nothing is waited for before the result is
@@ -57,7 +57,7 @@ class ScanThere:
                 return None
             with turn, record.stage("retrieve"):
                 lookups = kernels.rabitq_lookup(
-                    q, basis, groups, budget=budget, tail=tail, scale=scale, threads=threads
+                    q, basis, groups, budget=budget, tail=tail, key=key, scale=scale, threads=threads
                 )
             with record.on_device("retrieve", self._staging):
                 return self._found(groups, lookups, copies)
@@ -85,8 +85,8 @@ class ScanThere:
         with self._staging.sent("lookups", *sent, room=len(groups) * there) as parts:
             for at, b in enumerate(chosen):
                 longest = int(lookups[b].subset[:, 1].max())
-                *lookup, subset = parts[5 * at : 5 * at + 5]
-                found += scan(copies[b], lookup, subset, longest)
+                *lookup, subset = parts[6 * at : 6 * at + 6]
+                found += scan(copies[b], lookup, self.copies.jitter(), subset, longest)
         arrival = self._staging.bring("reached", *found, room=len(groups) * back)
 
         def reached() -> list[Reached | None]:
@@ -115,4 +115,4 @@ class ScanThere:
 
 def _sent_of(lookup: Lookup) -> tuple[np.ndarray, ...]:
     """What `scan` takes of it."""
-    return lookup.tables, lookup.lines, lookup.means, lookup.factor_scale, lookup.subset
+    return lookup.tables, lookup.lines, lookup.means, lookup.factor_scale, lookup.starts, lookup.subset

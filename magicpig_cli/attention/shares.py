@@ -1,7 +1,8 @@
 """How the query heads of a model share one budget of the signature sampler (docs/decisions/021).
 
-At one budget some heads err thirty times as much as others, on any text the same ones. A head's error goes with
-1 / budget, so the sum of squared errors is least where budgets go with the cube root of squared errors at one budget.
+At one budget some heads err thirty times as much as others, on any text the same ones. A head's squared error falls
+nearly with the square of its budget, so their sum is least where budgets go with about the cube root of squared errors
+at one budget.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class SignedLayer:
     def attend(self, q: np.ndarray, threads: int, with_error: bool = False) -> kernels.Sampled:
         """The estimate of one step: q float32 [1, H, D]."""
         return kernels.rabitq_attend(
-            q, self._basis, [self._rows], self._weights, budget=self._budget, tail=DEFAULT_TAIL["rabitq"],
+            q, self._basis, [self._rows], self._weights, budget=self._budget, tail=DEFAULT_TAIL,
             key=(0, self.tensors.layer), scale=self.tensors.scale, threads=threads,
             exact=[[(self._store.table, self._signed, self._store.length)]], with_error=with_error,
         )  # fmt: skip

@@ -119,7 +119,7 @@ class SignatureIndex(Index):
 
     @property
     def own_bytes(self) -> int:
-        return self._rows.draw_bytes
+        return 0
 
     @property
     def outgrown(self) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from magicpig_cli.cache.staging import Kept, Staging
-from magicpig_cli.kernels import SIGNATURE_ROWS, SignatureBlock
+from magicpig_cli.kernels import SIGNATURE_ROWS, SignatureBlock, jitter_pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,13 @@ def by_cell(block: SignatureBlock) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class SignaturesThere:
-    """Copies of blocks on the device of a staging, which is none of the host's. room: bytes that they may take."""
+    """Copies of blocks on the device of a staging, which is none of the host's, and one of the pool of jitter, that all
+    scans add. room: bytes that blocks may take."""
 
     def __init__(self, staging: Staging, room: int) -> None:
         self._staging, self._room = staging, room
         self._kept: dict[int, BlockThere] = {}  # by the identity of blocks that live
+        self._jitter: Kept | None = None
         self._lock = threading.Lock()  # halves of a batch may share a block, and want it at the same time
 
     @property
@@ -62,12 +64,21 @@ class SignaturesThere:
             more = sum(block.codes.nbytes + block.factors.nbytes for block in blocks if id(block) not in self._kept)
             if more and self.nbytes + more > self._room:
                 return None
+            if blocks and self._jitter is None:
+                self._jitter = self._staging.put("signatures", torch.from_numpy(jitter_pool().copy()))
             there = [self._kept.get(id(block)) or self._put(block) for block in blocks]
         stream = self._staging.device.current_stream()
+        if self._jitter is not None:
+            stream.wait_event(self._jitter.come)
         for block in there:
             assert block.kept is not None
             stream.wait_event(block.kept.come)
         return there
+
+    def jitter(self) -> torch.Tensor:
+        """int16, once there are copies of blocks."""
+        assert self._jitter is not None
+        return self._jitter.tensors[0]
 
     def _put(self, block: SignatureBlock) -> BlockThere:
         kept = self._staging.put("signatures", *by_cell(block))
@@ -82,6 +93,7 @@ class SignaturesThere:
         """Let go of all copies; they are made again when they are asked for."""
         with self._lock:
             self._kept.clear()
+            self._jitter = None
 
 
 def _forget(owner: weakref.ref[SignaturesThere], block: int) -> None:

@@ -189,7 +189,7 @@ SHARED_OPTIONS = (
     SharedOption("attention", "attention.budget", float, ("--budget",), min=0, max=1, parse=_share, metavar="SHARE",
         help="rabitq: share of the keys that is sampled (default: the profile's, else 0.02)."),
     SharedOption("attention", "attention.tail", float, ("--tail",), min=0, max=1, metavar="SHARE",
-        help="Share of the sampled keys that is drawn uniformly (default 0.25 with rabitq, 0 with lsh)."),
+        help="Share of the sampled keys that is drawn uniformly (default 0)."),
     SharedOption("attention", "attention.bits", int, ("--bits",), min=32, max=MAX_BITS, parse=_bits, metavar="BITS",
         help="rabitq: bits per key in the index, a multiple of 32 (default 128)."),
     SharedOption("attention", "attention.target_error", float, ("--target-error",), min=0, parse=_share, metavar="E",

@@ -25,7 +25,7 @@ def _rabitq(plan: Plan, hash_seed: int, staging: Staging) -> Sampler:
     if plan.scans_there and not staging.on_host:
         there = ScanThere(staging, plan.indexed_keys(plan.context), plan.signature_room)
     return RabitqSampler(
-        budget=plan.budget, tail=plan.tail_of("rabitq"), bits=plan.bits, target_error=plan.target_error,
+        budget=plan.budget, tail=plan.tail_share, bits=plan.bits, target_error=plan.target_error,
         hash_seed=hash_seed, threads=plan.threads,
         head_budgets=None if moves else head_budgets(plan.budget, plan.head_shares, plan.sampled_by_any),
         there=there,

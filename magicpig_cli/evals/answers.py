@@ -57,7 +57,7 @@ def _gold(
         for place in range(1, max(len(prompt.gold) for prompt in prompts)):
             active = [i for i, prompt in enumerate(prompts) if place < len(prompt.gold)]
             step = runner.decode([forks[i] for i in active], [prompts[i].gold[place - 1] for i in active], mode)
-            usage.count(step, forks[active[0]])
+            usage.count(step)
             for i, logits in zip(active, step.logits, strict=True):
                 found[i].append(float(log_probabilities(logits)[prompts[i].gold[place]]))
     finally:
@@ -81,7 +81,7 @@ def _greedy(
 
     while active := [i for i in range(len(prompts)) if goes_on(i)]:
         step = runner.decode([asked[i] for i in active], [answers[i][-1] for i in active], mode)
-        usage.count(step, asked[active[0]])
+        usage.count(step)
         for i, token in zip(active, step.logits.argmax(dim=-1).tolist(), strict=True):
             answers[i].append(token)
     return [codec.decode(tokens) for tokens in answers]

@@ -38,7 +38,7 @@ class Sampling:
 
     bits: int = DEFAULT_BITS
     budget: float = DEFAULT_BUDGET
-    tail: float = DEFAULT_TAIL["rabitq"]
+    tail: float = DEFAULT_TAIL
 
     @property
     def rate(self) -> float:
@@ -99,10 +99,11 @@ def draws(layer: SignedLayer, sampling: Sampling, seed: int) -> Iterator[Draw]:
     """What is taken with one rotation, step by step and head by head, and how likely that was."""
     basis, rows = layer.signed(sampling, seed)
     scale, bits = layer.tensors.scale, sampling.bits
-    scores, units = kernels.rabitq_scores(layer.q, basis, [rows] * len(layer.q), scale=scale)
+    key = (seed, layer.tensors.layer)
+    scores, units = kernels.rabitq_scores(layer.q, basis, [rows] * len(layer.q), key=key, scale=scale)
     block = rows.blocks[0]
     factors, means = kernels.widen(block.factors), kernels.widen(block.means)
-    uniform = [tail_rows(layer.n, sampling.rate, (seed, layer.tensors.layer), h) for h in range(layer.tensors.kv_heads)]
+    uniform = [tail_rows(layer.n, sampling.rate, key, h) for h in range(layer.tensors.kv_heads)]
     for step, head in np.ndindex(layer.q.shape[:2]):
         h, unit, q = layer.kv_head(head), float(units[step, head]), layer.q[step, head].astype(np.float64) * scale
         bound = threshold(scores[step][head], sampling.share)

@@ -37,7 +37,7 @@ class Continuation:
         with indexed(runner, self._read, mode) as (sequence, usage):
             for reference, token, target in zip(self._logits, self._tokens[:-1], self._tokens[1:], strict=True):
                 step = runner.decode([sequence], [token], mode, measure_error=mode != "exact")
-                usage.count(step, sequence)
+                usage.count(step)
                 found = log_probabilities(step.logits[0].cpu())
                 divergences.append(divergence(log_probabilities(reference), found))
                 losses.append(-float(found[target]))

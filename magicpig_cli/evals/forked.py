@@ -15,13 +15,11 @@ from magicpig_cli.engine.step import Step
 class Usage:
     """Keys that were sampled, of how many, and what their index takes."""
 
-    index_bytes_per_token: float | None  # of one layer and KV head, as built, then as used; None: there is no index
+    index_bytes_per_token: float | None  # of one layer and KV head, None: there is no index
     sampled: int = 0
     offloaded: int = 0
 
-    def count(self, step: Step, sequence: Sequence) -> None:
-        """After a step of this sequence, or of several like it."""
-        self.index_bytes_per_token = _bytes_per_token(sequence)
+    def count(self, step: Step) -> None:
         self.sampled += sum(step.sampled)
         self.offloaded += sum(step.offloaded)
 

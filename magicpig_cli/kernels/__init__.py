@@ -14,6 +14,7 @@ from magicpig_cli.kernels import isa
 from magicpig_cli.kernels.attend import Attended, Run, Sampled, SampledRows, exact_attend, lsh_attend, lsh_sample
 from magicpig_cli.kernels.block import Activation, Block, Norm, block_inputs, block_output
 from magicpig_cli.kernels.hashing import Projection, hash_queries, hash_rows
+from magicpig_cli.kernels.jitter import jitter_pool
 from magicpig_cli.kernels.probe import read_rows, read_sequential
 from magicpig_cli.kernels.product import INT4_GROUP, Weights, WeightType, multiply, round_int4, widen_int4
 from magicpig_cli.kernels.rabitq import (
@@ -48,6 +49,7 @@ from magicpig_cli.kernels.segment import (
 )
 from magicpig_cli.kernels.signature import SignatureBasis, SignatureBlock, SignedRows, sign_rows
 from magicpig_cli.kernels.signature_shape import (
+    JITTER_ROWS,
     MAX_SIGNATURE_BITS,
     SIGNATURE_ROWS,
     Z_HIGH,
@@ -59,6 +61,7 @@ from magicpig_cli.kernels.signature_shape import (
 
 __all__ = [
     "INT4_GROUP",
+    "JITTER_ROWS",
     "MAX_SEGMENT_ROWS",
     "MAX_SIGNATURE_BITS",
     "MAX_TAIL_ROWS",
@@ -94,6 +97,7 @@ __all__ = [
     "hash_queries",
     "hash_rows",
     "isa",
+    "jitter_pool",
     "lsh_attend",
     "lsh_sample",
     "merge_segments",

@@ -1,13 +1,15 @@
 """Attention estimated from rows that their signatures sample (RaBitQ; EVIDENCE.md, "The signature sampler").
 
-Per query head, a row is taken where its score, the estimate ŝ of its logit s by the bits alone, reaches the threshold
-τ, the upper quantile (budget − r)/(1 − r) of the scores of a strided subset; and, independently, with probability
-r = tail·budget. So a share `budget` of the rows is expected. The estimate has the standard deviation σ over rotations:
+Per query head, a row is taken where its score, the estimate ŝ of its logit s by the bits alone plus a jitter with the
+exponential distribution of mean 1, reaches the threshold τ, the upper quantile (budget − r)/(1 − r) of the scores of a
+strided subset; and, independently, with probability r = tail·budget. So a share `budget` of the rows is expected. The
+estimate has the standard deviation σ over rotations:
 
     σ² = (|q|² − (q·x)²/|x|²) · (B·f² − c·|x|²) / (D − 1) + rounding,    q times scale, x = k − μ, c: `rotation_share`
 
-so a row is taken with probability π = 1 − (1−u)(1−r), u = Φ((s−τ)/σ), and its logit becomes s − ln π. Rounding is that
-of the look-up tables, f²·(B/4)·step²/12, and of the scores, unit²/4.
+so a row is taken with probability π = 1 − (1−u)(1−r), u = E[min(1, exp(s − τ + σ·ε))] over normal ε, in closed form
+Φ(z) + exp(s − τ + σ²/2)·Φ(−z − σ) with z = (s−τ)/σ, and its logit becomes s − ln π. Rounding is that of the look-up
+tables, f²·(B/4)·step²/12, and of the scores, unit²/3.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import numpy as np
 from magicpig_cli.kernels import isa
 from magicpig_cli.kernels.attend import Run, Sampled, as_sampled, want_matching, want_runs, want_tail, want_weights
 from magicpig_cli.kernels.checks import want_array, want_int, want_queries, want_scale
+from magicpig_cli.kernels.jitter import jitter_pool, jitter_start
 from magicpig_cli.kernels.rows import widen
 from magicpig_cli.kernels.signature import SignatureBasis, SignedRows
 from magicpig_cli.kernels.signature_shape import TOP_SCORE, threshold_subset
@@ -29,15 +32,18 @@ from magicpig_cli.kernels.signature_shape import TOP_SCORE, threshold_subset
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """What whoever has a copy of the signatures of one sequence makes their scores of: integers, so that it makes the
-    same ones. With a signature's nibbles c_j and its factor's share f (see `factor_scale`) the score is
+    same ones. With a signature's nibbles c_j and its factor's share f (see `factor_scale`) the score of row r is
 
-        means[its cell] + ⌊⌊(lift · Σ_j tables[j, c_j] − centre) · f⌉ · share⌉,    ⌊x·y⌉ = (x·y + 2^14) >> 15
+        means[its cell] + ⌊⌊(lift · Σ_j tables[j, c_j] − centre) · f⌉ · share⌉ + ⌊pool[start + r] · jitter⌉
+
+    with ⌊x·y⌉ = (x·y + 2^14) >> 15, and the place in the pool modulo its length (`jitter_pool`).
     """
 
     tables: np.ndarray  # uint8 [H, bits/4, 16]
-    lines: np.ndarray  # int32 [H, 3]: lift, centre, share
+    lines: np.ndarray  # int32 [H, 4]: lift, centre, share, jitter
     means: np.ndarray  # int16 [H, n/256]
     factor_scale: np.ndarray  # float32 [Hkv]: f is a factor times this, rounded to nearest even
+    starts: np.ndarray  # int64 [Hkv]: where row 0 takes its jitter from
     subset: np.ndarray  # int64 [H, 3]: see `threshold_subset`
 
 
@@ -69,9 +75,9 @@ def rabitq_attend(
 
     weights: −ln Φ(z) float32 [cells + 1] over uniform cells of z from Z_LOW to Z_HIGH (`estimator.log_normal_table`).
     tail: share of the budget that goes to the uniform tail; key: (hash seed, layer), which with kv head and row number
-    determine its draw. exact: for each sequence runs of other rows, which are attended exactly and merged with the
-    estimate. A budget of 1, or a threshold below all scores, takes every row with π = 1. Angle and scores are those of
-    scale·q·k also where a soft cap bounds the logit. with_error: also estimate the error: 9 to 18% of a call.
+    determine jitter and tail. exact: for each sequence runs of other rows, which are attended exactly and merged with
+    the estimate. A budget of 1, or a threshold below all scores, takes every row with π = 1. Angle and scores are those
+    of scale·q·k also where a soft cap bounds the logit. with_error: also estimate the error: 9 to 18% of a call.
     reached: of sequences whose scores somebody else has made and compared (`rabitq_lookup`), which rows that are: they
     are not scanned here. The uniform tail, which depends on no score, is still drawn here.
     """
@@ -83,23 +89,25 @@ def rabitq_attend(
     runs = [()] * len(groups) if exact is None else exact
     want_runs(q, runs, [group.table for group in groups])
     found = isa.backend().rabitq_attend(
-        q, basis.packed(), basis.share, groups, weights, rates, shares, key, scale, softcap or 0.0, threads, runs,
-        with_error, elsewhere,
+        q, basis.packed(), basis.share, groups, jitter_pool(), weights, rates, shares, key, scale, softcap or 0.0,
+        threads, runs, with_error, elsewhere,
     )  # fmt: skip
     return as_sampled(found, with_error)
 
 
 def rabitq_lookup(
     q: np.ndarray, basis: SignatureBasis, groups: Sequence[SignedRows], *, budget: np.ndarray, tail: float,
-    scale: float, threads: int,
+    key: tuple[int, int], scale: float, threads: int,
 ) -> list[Lookup]:  # fmt: skip
     """What is needed of each sequence by whoever scans a copy of its signatures for these queries (see `Lookup`)."""
     want_scale(scale, None)
-    _, shares = _want_budget(q, budget, tail, (0, 0))
+    _, shares = _want_budget(q, budget, tail, key)
     _want_signed(q, basis, groups, threads)
-    made = isa.backend().rabitq_lookup(q, basis.packed(), groups, scale, threads)
+    made = isa.backend().rabitq_lookup(q, basis.packed(), groups, jitter_pool(), key, scale, threads)
+    kv_heads = groups[0].table.kv_heads if groups else 0
+    starts = np.array([jitter_start(key, h) for h in range(kv_heads)], dtype=np.int64)
     return [
-        Lookup(tables, lines, means, _factor_scale(group), _subsets(group.n, of_heads.tobytes()).copy())
+        Lookup(tables, lines, means, _factor_scale(group), starts, _subsets(group.n, of_heads.tobytes()).copy())
         for group, (tables, lines, means), of_heads in zip(groups, made, shares, strict=True)
     ]
 
@@ -141,18 +149,21 @@ def rabitq_sample(
     rates, shares = _want_budget(q, budget, tail, key)
     _want_signed(q, basis, groups, threads)
     rows: list[list[np.ndarray]] = isa.backend().rabitq_sample(
-        q, basis.packed(), basis.share, groups, rates, shares, key, scale, threads
+        q, basis.packed(), basis.share, groups, jitter_pool(), rates, shares, key, scale, threads
     )
     return rows
 
 
 def rabitq_scores(
-    q: np.ndarray, basis: SignatureBasis, groups: Sequence[SignedRows], *, scale: float, threads: int = 1
-) -> tuple[list[np.ndarray], np.ndarray]:
-    """Scores int16 [H, n] of the rows of every sequence, and their units float32 [B, H]: ŝ is score · unit, about."""
+    q: np.ndarray, basis: SignatureBasis, groups: Sequence[SignedRows], *, key: tuple[int, int], scale: float,
+    threads: int = 1,
+) -> tuple[list[np.ndarray], np.ndarray]:  # fmt: skip
+    """Scores int16 [H, n] of the rows of every sequence, and their units float32 [B, H]: ŝ and the jitter together are
+    score · unit, about."""
     want_scale(scale, None)
+    want_tail("tail", 0.0, key)
     _want_signed(q, basis, groups, threads)
-    scores, units = isa.backend().rabitq_scores(q, basis.packed(), groups, scale, threads)
+    scores, units = isa.backend().rabitq_scores(q, basis.packed(), groups, jitter_pool(), key, scale, threads)
     return scores, units
 
 

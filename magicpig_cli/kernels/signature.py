@@ -117,9 +117,6 @@ class SignedRows:
     blocks: Sequence[SignatureBlock] = ()
     cells: np.ndarray = field(init=False, repr=False, compare=False)  # int64 [n/256, 6], of all blocks
     largest: np.ndarray = field(init=False, repr=False, compare=False)  # uint16 [Hkv], of all blocks
-    # What the kernels have drawn of the uniform tail, for the next step: uint64 [Hkv or H, n/64], one draw. None: not
-    # kept yet, but seen.
-    draws: dict[Any, np.ndarray | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         heads, head_dim = self.table.kv_heads, self.table.head_dim
@@ -143,12 +140,6 @@ class SignedRows:
     @property
     def bits(self) -> int | None:
         return self.blocks[0].bits if self.blocks else None
-
-    @property
-    def draw_bytes(self) -> int:
-        """Of what is kept of the uniform tail: a bit per row and kv head from the first call on, if all heads have one
-        budget."""
-        return sum(draw.nbytes for draw in list(self.draws.values()) if draw is not None)
 
 
 def sign_rows(table: RowTable, start: int, stop: int, basis: SignatureBasis, threads: int) -> SignatureBlock:

@@ -11,6 +11,8 @@ SIGNATURE_GROUP = 32  # rows whose bits stand side by side
 MAX_SIGNATURE_BITS = 512
 _BITS_STEP = 32
 TOP_SCORE = 32767  # the largest score; a threshold one above takes no row, one below −TOP_SCORE all
+JITTER_ROWS = 2**17  # of the pool of jitter
+JITTER_NATS = 12.5  # above the largest of it, 12.48
 SUBSET, EXPECTED = 2048, 32  # rows that the threshold is taken from, and how many are expected above it: at least
 Z_LOW, Z_HIGH = -11.0, 7.0  # first and last z of the table of −ln Φ(z)
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from magicpig_cli.cache.ring_shape import DEPTH, PUT_BYTES, aligned, scan_bytes
 from magicpig_cli.config import HALVES_FROM, HASH_ROWS, ROWS_AT_ONCE
-from magicpig_cli.kernels import row_bytes, window_type
+from magicpig_cli.kernels import JITTER_ROWS, row_bytes, window_type
 from magicpig_cli.planner.plan import Plan
 
 
@@ -51,8 +51,8 @@ def copy_buffers(plan: Plan, batch: int) -> Buffers:
         rows = min(plan.block_rows, HASH_ROWS)
         keys = rows * row_bytes(plan.shape.head_dim, plan.row_dtype)
         total += Buffers(DEPTH * aligned(keys), DEPTH * (aligned(keys) + aligned(rows * plan.L * 2)))
-    if plan.scans_there:  # by who builds an index, and in each half by who has a block more
-        total += Buffers(0, (halves + 1) * DEPTH * PUT_BYTES)
+    if plan.scans_there:  # the jitter; copies by who builds an index, and in each half by who has a block more
+        total += Buffers(2 * JITTER_ROWS, (halves + 1) * DEPTH * PUT_BYTES)
     return total
 
 

@@ -175,16 +175,12 @@ class TablesBytes:
 @dataclass(frozen=True, slots=True)
 class SignaturesBytes:
     """Signatures (`cache.signatures`): of each complete block of SIGNATURE_ROWS keys the bits, a 16-bit factor per key
-    and a 16-bit mean; beside them, once there was a step, the draw of the uniform tail, a bit per key.
-
-    draws: 1, or of heads that share a budget unevenly as many as there are query heads for a KV head.
-    """
+    and a 16-bit mean."""
 
     layers: int
     kv_heads: int
     head_dim: int
     bits: int
-    draws: int = 1
 
     def _layer_bytes(self, keys: int) -> int:
         """Of the blocks."""
@@ -192,13 +188,12 @@ class SignaturesBytes:
         return self.kv_heads * blocks * (SIGNATURE_ROWS * signature_bytes(self.bits) + 2 * self.head_dim)
 
     def nbytes(self, keys: int) -> int:
-        drawn = self.draws * self.kv_heads * (keys // SIGNATURE_ROWS) * SIGNATURE_ROWS // 8
-        return self.layers * (self._layer_bytes(keys) + drawn)
+        return self.layers * self._layer_bytes(keys)
 
     def formula(self, keys: int) -> str:
         blocks = keys // SIGNATURE_ROWS
-        key = f"{signature_bytes(self.bits) + self.draws / 8:g} B"
-        inner = f"{blocks * SIGNATURE_ROWS:,} keys × {key} + {blocks:,} means × {2 * self.head_dim} B"
+        key = signature_bytes(self.bits)
+        inner = f"{blocks * SIGNATURE_ROWS:,} keys × {key} B + {blocks:,} means × {2 * self.head_dim} B"
         return f"{self.layers} layers × {self.kv_heads} heads × ({inner})"
 
     def growth_bytes(self, keys: int) -> int:

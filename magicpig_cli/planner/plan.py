@@ -77,25 +77,25 @@ class Plan:
         """Name of the sampler; None where attention is exact."""
         return self.sampler_of(self.mode)
 
-    def tail_of(self, sampler: str) -> float:
-        """Share of what this sampler samples that is drawn uniformly."""
-        return DEFAULT_TAIL[sampler] if self.tail is None else self.tail
+    @property
+    def tail_share(self) -> float:
+        """Share of what is sampled that is drawn uniformly."""
+        return DEFAULT_TAIL if self.tail is None else self.tail
 
     @property
     def tables(self) -> TablesPlan:
         """lsh, whether this plan samples with it or not."""
-        return TablesPlan(self.K, self.L, self.table_ratio, self.tail_of("lsh"))
+        return TablesPlan(self.K, self.L, self.table_ratio, self.tail_share)
 
     @property
     def signatures(self) -> SignaturesPlan:
         """rabitq, whether this plan samples with it or not."""
-        uneven = bool(self.head_shares) and self.target_error is None
-        return SignaturesPlan(self.budget, self.bits, self.tail_of("rabitq"), self.target_error, uneven)
+        return SignaturesPlan(self.budget, self.bits, self.tail_share, self.target_error)
 
     @property
     def deciding_shares(self) -> Mapping[int, tuple[float, ...]]:
         """`head_shares` where they decide what this plan samples, else none."""
-        return self.head_shares if self.sampler == "rabitq" and self.signatures.uneven else {}
+        return self.head_shares if self.sampler == "rabitq" and self.target_error is None else {}
 
     @property
     def _sampling(self) -> SamplerPlan:

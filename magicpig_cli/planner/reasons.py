@@ -42,7 +42,7 @@ def of(
         else:
             lines += _signatures(plan, settings, profile, no_shares)
             lines += _scan(plan, settings)
-        if tail := plan.tail_of(str(plan.sampler)):
+        if tail := plan.tail_share:
             lines.append(f"tail {tail:g}: {_tail(plan, settings, profile)}")
         lines.append(_expected(plan, profile))
     lines += _unused(plan, settings)

@@ -77,13 +77,12 @@ class TablesPlan:
 
 @dataclass(frozen=True, slots=True)
 class SignaturesPlan:
-    """rabitq. tail: of the budget, drawn uniformly; target_error: None = the budget stays; uneven: between heads."""
+    """rabitq. tail: of the budget, drawn uniformly; target_error: None = the budget stays."""
 
     budget: float
     bits: int
     tail: float
     target_error: float | None
-    uneven: bool = False
 
     @property
     def options(self) -> Options:
@@ -104,5 +103,4 @@ class SignaturesPlan:
         return self.target_error or expected_signature_error(self.budget, self.bits)
 
     def index(self, shape: ModelShape, layers: int) -> IndexBytes:
-        draws = shape.heads // shape.kv_heads if self.uneven else 1
-        return SignaturesBytes(layers, shape.kv_heads, shape.head_dim, self.bits, draws)
+        return SignaturesBytes(layers, shape.kv_heads, shape.head_dim, self.bits)

@@ -85,7 +85,7 @@ class BudgetSearch:
         exact_ms = self.cost.base_ms + (plan.shape.layers - len(sampled)) * self.cost.exact_layer_ms
         measured = self.measured.get(budget)
         return BudgetCandidate(
-            budget, plan.bits, plan.tail_of("rabitq"), plan.dense_layers, sampled, ratio, error,
+            budget, plan.bits, plan.tail_share, plan.dense_layers, sampled, ratio, error,
             ms=exact_ms + len(sampled) * self.cost.signature_layer_ms(plan.bits, ratio),
             index_bytes=plan.index_bytes(self.context),
             expected_error=error * self.factor if measured is None else Quality.of(measured.values()).error,

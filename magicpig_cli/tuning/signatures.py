@@ -1,7 +1,7 @@
 """What the signature sampler would do with the captured queries, in closed form.
 
-Thresholds are those of one draw of the estimated logits, s + σ·z, as a kernel takes them from one rotation; everything
-else is an expectation.
+Thresholds are those of one draw of the scores, s + σ·ε + E, as a kernel takes them from one rotation; everything else
+is an expectation.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from magicpig_cli.tuning.capture import Capture, Layer
 BUDGETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
 _STEPS = 4  # of each depth: every one costs a pass over all keys for each budget
 _TINY = 1e-30
+_LEAST = 1e-6  # nats, of a deviation that is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,8 @@ class _Pair:
         self.deviation = _deviation(q, keys[middle], bits)
         generator = torch.Generator().manual_seed(len(rows))
         noise = torch.randn(self.scores.shape, generator=generator, dtype=torch.float64)
-        self.ordered = (self.scores + self.deviation * noise).sort(descending=True).values
+        jitter = torch.empty_like(noise).exponential_(generator=generator)
+        self.ordered = (self.scores + self.deviation * noise + jitter).sort(descending=True).values
 
     def quality(self, budget: float, tail: float) -> SignatureQuality:
         if budget >= 1:  # nothing is left to chance
@@ -107,10 +109,20 @@ class _Pair:
         rate = tail * budget
         taken = round((budget - rate) / (1 - rate) * len(self.ordered))
         threshold = self.ordered[min(max(taken, 1), len(self.ordered)) - 1]
-        u = torch.special.ndtr((self.scores - threshold) / self.deviation.clamp_min(_TINY))
+        u = _probability(self.scores - threshold, self.deviation.clamp_min(_LEAST))
         pi = (rate + (1 - rate) * u).clamp_min(_TINY)
         squares = float((self.share * (1 - pi) / pi).sum())
         return SignatureQuality(float(pi.sum()), float(len(pi)), squares, 1)
+
+
+def _probability(above: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    """u [n] of `estimator.signature_probability`, for many keys."""
+    z = above / sigma
+    x = z + sigma
+    beyond = (-z.square() / 2).exp() * torch.special.erfcx(x.clamp_min(0) / 2**0.5) / 2
+    below = (above + sigma.square() / 2).clamp_max(0).exp() * torch.special.ndtr(-x)
+    u: torch.Tensor = torch.special.ndtr(z) + torch.where(x > 0, beyond, below)
+    return u.clamp_max(1)
 
 
 def _deviation(q: torch.Tensor, keys: torch.Tensor, bits: int) -> torch.Tensor:

@@ -184,7 +184,7 @@ def _measured(
         layer = material.layer(number)
         if tables:
             angles[number] = measure_angles(material, layer)
-        squares[number] = squared_errors(material, layer, plan.bits, plan.tail_of("rabitq"), DEFAULT_BUDGET)
+        squares[number] = squared_errors(material, layer, plan.bits, plan.tail_share, DEFAULT_BUDGET)
     return angles, squares
 
 
@@ -203,6 +203,6 @@ def _predicted(
     for done, number in enumerate(layers):
         yield Working("predicting", done, len(layers))
         signatures[number] = measure_signatures(
-            material, material.layer(number), plan.bits, plan.tail_of("rabitq"), shares=shares.get(number)
+            material, material.layer(number), plan.bits, plan.tail_share, shares=shares.get(number)
         )
     return signatures

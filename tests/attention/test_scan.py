@@ -24,11 +24,12 @@ def blocks_of(group: kernels.SignedRows) -> list[BlockThere]:
 
 def scanned(q: np.ndarray, basis, group, budget, tail: float, scale: float):
     """(scores, what the kernels are told was reached) by torch."""
-    (found,) = kernels.rabitq_lookup(q, basis, [group], budget=budget, tail=tail, scale=scale, threads=1)
-    parts = [torch.from_numpy(part) for part in (found.tables, found.lines, found.means, found.factor_scale)]
+    (found,) = kernels.rabitq_lookup(q, basis, [group], budget=budget, tail=tail, key=KEY, scale=scale, threads=1)
+    sent = (found.tables, found.lines, found.means, found.factor_scale, found.starts)
+    parts, jitter = [torch.from_numpy(part) for part in sent], torch.from_numpy(kernels.jitter_pool().copy())
     subset = torch.from_numpy(found.subset)
-    values = scanning.scores(blocks_of(group), *parts)
-    bits, bounds = scanning.scan(blocks_of(group), parts, subset, int(found.subset[:, 1].max()))
+    values = scanning.scores(blocks_of(group), parts, jitter)
+    bits, bounds = scanning.scan(blocks_of(group), parts, jitter, subset, int(found.subset[:, 1].max()))
     reached = kernels.Reached(bits.numpy().view(np.uint64), kernels.bounds_of(found.subset, bounds.numpy()))
     return values.numpy(), reached
 
@@ -42,7 +43,7 @@ def test_scores_and_rows_are_those_of_the_kernels(bits, head_dim, group):
     for budgets, tail in (((0.02, 0.3), 0.25), ((0.9999, 1.0), 0.0), ((0.1,), 1.0)):
         budget = np.resize(np.array(budgets, dtype=np.float32), (1, 2 * group))
         values, reached = scanned(q, basis, signed, budget, tail, scale)
-        (wanted,), _ = kernels.rabitq_scores(q, basis, [signed], scale=scale)
+        (wanted,), _ = kernels.rabitq_scores(q, basis, [signed], key=KEY, scale=scale)
         assert np.array_equal(values, wanted)
         asked = {"budget": budget, "tail": tail, "key": KEY, "scale": scale, "threads": 1}
         weights = np.linspace(3, 0, 4096, dtype=np.float32)
@@ -64,7 +65,7 @@ def test_odd_queries_and_keys_are_scored_as_the_kernels_score_them(odd):
     q[0, 2] *= 0 if odd == 0 else 1
     budget = np.full((1, 3), 0.05, dtype=np.float32)
     values, reached = scanned(q, basis, signed, budget, 0.25, 0.2)
-    (wanted,), _ = kernels.rabitq_scores(q, basis, [signed], scale=0.2)
+    (wanted,), _ = kernels.rabitq_scores(q, basis, [signed], key=KEY, scale=0.2)
     assert np.array_equal(values, wanted)
     assert (np.unpackbits(reached.bits.view(np.uint8), axis=1, bitorder="little") == (
         values >= reached.bounds[:, None])).all()  # fmt: skip
@@ -78,7 +79,7 @@ def test_nothing_depends_on_how_much_is_scanned_at_a_time(monkeypatch, at_once):
     q, budget = queries(4, 16), np.array([[0.02, 0.002, 0.3, 1.0]], dtype=np.float32)
     signed = make_signed(table, 41 * 256, basis, (256, 512, 1536, 6400))
     values, reached = scanned(q, basis, signed, budget, 0.25, 0.25)
-    (wanted,), _ = kernels.rabitq_scores(q, basis, [signed], scale=0.25)
+    (wanted,), _ = kernels.rabitq_scores(q, basis, [signed], key=KEY, scale=0.25)
     assert np.array_equal(values, wanted)
     found = kernels.rabitq_sample(q, basis, [signed], budget=budget, tail=0.0, key=KEY, scale=0.25)
     again = scanned(q, basis, signed, budget, 0.0, 0.25)[1]

@@ -73,15 +73,35 @@ def test_the_deviation_is_that_of_drawn_rotations(head_dim, bits):
 def test_deviation_of_keys_without_direction():
     x, q = np.array([[0.0, 0.0, 0.0], [2.0, 0.0, 0.0]]), np.array([3.0, 0.0, 0.0])
     assert signature_deviation(q, x, 64).tolist() == [0.0, 0.0]  # no size; q along it
-    assert signature_deviation(q, x, 64, unit=12.0).tolist() == [6.0, 6.0]
+    assert signature_deviation(q, x, 64, unit=3.0).tolist() == pytest.approx([3**0.5] * 2)
     stacked = signature_deviation(np.stack([q, q]), np.stack([x, x + 1]), 64)
     assert stacked.shape == (2, 2)
 
 
-def test_probability_at_the_threshold():
-    assert signature_probability([1.0, 3.0, -1.0], 1.0, 2.0).tolist() == pytest.approx([0.5, 0.8413447, 0.1586553])
-    assert signature_probability([1.0, 0.9, 5.0], 1.0, 0.0).round(9).tolist() == [1.0, 0.0, 1.0]
+@pytest.mark.parametrize("sigma", [1e-3, 0.3, 1.0, 4.0, 40.0])
+def test_the_probability_is_the_expectation_over_what_is_drawn(sigma):
+    """E[min(1, exp(s − τ + σε))] by high precision, from far below the threshold to far above it."""
+    for above in (-60.0, -12.0, -3.0, -0.5, 0.0, 0.7, 5.0, 30.0):
+        with mpmath.workdps(60):
+            s, t = mpmath.mpf(sigma), mpmath.mpf(above)
+            wanted = mpmath.ncdf(t / s) + mpmath.exp(t + s**2 / 2) * mpmath.ncdf(-t / s - s)
+        got = float(signature_probability([above + 2.0], 2.0, sigma)[0])
+        assert got == pytest.approx(float(wanted), rel=1e-9)
+
+
+def test_the_closed_form_is_that_expectation():
+    sigma, above = 0.8, -1.3
+    with mpmath.workdps(30):
+        wanted = mpmath.quad(
+            lambda e: min(1, mpmath.exp(above + sigma * e)) * mpmath.npdf(e), [-12, -above / sigma, 12]
+        )
+    assert float(signature_probability([above], 0.0, sigma)[0]) == pytest.approx(float(wanted), rel=1e-12)
+
+
+def test_probability_without_deviation_or_threshold():
+    assert signature_probability([1.0, 0.0, 5.0], 1.0, 0.0).tolist() == pytest.approx([1.0, np.exp(-1), 1.0])
     assert signature_probability([5.0], np.inf, 1.0).tolist() == [FLOOR]
+    assert signature_probability([5.0], -np.inf, 1.0).tolist() == [1.0]
 
 
 def test_predicted_threshold_takes_the_share():

@@ -60,7 +60,7 @@ def test_check_says_what_would_happen(tmp_path, capsys):
     assert report["batch_size"] == 8
     assert report["bytes_per_token"] == {
         "kv": 4 * 2 * 2 * 16 * 2,
-        "index": round(3 * 2 * (128 / 8 + 2 + 2 * 16 / 256 + 1 / 8)),
+        "index": round(3 * 2 * (128 / 8 + 2 + 2 * 16 / 256)),
     }
 
 

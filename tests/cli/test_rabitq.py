@@ -103,13 +103,13 @@ def test_models_check_has_the_sum_of_signatures(tiny_directory, capsys):
     assert app.run(["models", "check", str(tiny_directory), "--device", "cpu", "--attention", "rabitq", "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
     keys = (memory["context"] - 68) // 64 * 64 // 256 * 256
-    # Bits, a factor and the bit of the uniform tail's draw per key; a mean per block.
-    assert memory["index_bytes"] == 2 * 2 * (keys * (16 + 2) + keys // 8 + keys // 256 * 2 * 16)
+    # Bits and a factor per key; a mean per block.
+    assert memory["index_bytes"] == 2 * 2 * (keys * (16 + 2) + keys // 256 * 2 * 16)
     parts = {part["name"]: part for part in memory["host"]}
     batch = parts["index"]["bytes"] // memory["index_bytes"]
     assert parts["index"]["bytes"] == batch * memory["index_bytes"]
     assert parts["index"]["formula"].endswith(
-        f"2 layers × 2 heads × ({keys:,} keys × 18.125 B + {keys // 256} means × 32 B)"
+        f"2 layers × 2 heads × ({keys:,} keys × 18 B + {keys // 256} means × 32 B)"
     )
 
 
@@ -158,7 +158,7 @@ def test_bench_measures_three_modes_in_one_run(tiny_directory, capsys):
         # Each mode alone: rows as many, and an index of its own.
         assert exact["memory"]["kv_bytes"] == lsh["memory"]["kv_bytes"] == rabitq["memory"]["kv_bytes"]
         blocks = (1024 - 4 - 68) // 64 * 64 // 256
-        assert rabitq["memory"]["index_bytes"] == batch * 2 * 2 * blocks * (256 * 18 + 256 // 8 + 2 * 16)
+        assert rabitq["memory"]["index_bytes"] == batch * 2 * 2 * blocks * (256 * 18 + 2 * 16)
         assert lsh["memory"]["index_bytes"] > 10 * rabitq["memory"]["index_bytes"]
     assert rows["lsh", 2]["memory"]["index_bytes"] == 2 * rows["lsh", 1]["memory"]["index_bytes"]
 

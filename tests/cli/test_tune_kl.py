@@ -77,7 +77,7 @@ def test_wrong_options_are_refused_before_anything_is_loaded(monkeypatch, capsys
     [
         (["-c", "300"], 1, "a context of 300 tokens is never sampled"),
         (["-c", "1k", "--text", "short.txt"], 2, "short.txt has 11 tokens"),
-        (["-c", "1k", "--memory", "10k"], 1, "; signatures need 55.1 KiB"),
+        (["-c", "1k", "--memory", "10k"], 1, "; signatures need 54.4 KiB"),
         (["-c", "9k"], 1, "9,216 tokens was asked for, but this model was made for 8,192"),
     ],
 )

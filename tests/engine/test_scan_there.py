@@ -56,7 +56,7 @@ def test_the_device_takes_the_rows_that_the_kernels_take(mode, delay):
 
 
 def test_what_the_device_finds_is_what_is_attended_to(monkeypatch):
-    """If it says that no row reaches its threshold, the uniform tail is all that is left."""
+    """If it says that no row reaches its threshold, none is sampled."""
     scan = scan_there.scan
     ratios = []
     for found_there in (1, 0):
@@ -64,7 +64,7 @@ def test_what_the_device_finds_is_what_is_attended_to(monkeypatch):
         runner = there(FakeDevice(DELAYS["some"]))
         ratios.append(runner.decode(read(runner), [5, 6, 7]).stats.sampled_ratio)
     assert ratios[0] == pytest.approx(0.1, rel=0.2)
-    assert ratios[1] == pytest.approx(0.025, rel=0.5)
+    assert ratios[1] == 0
 
 
 @pytest.mark.parametrize("halves", [True, False])
@@ -193,7 +193,7 @@ def grown_on_the_host() -> torch.Tensor:
     return grown(make(FakeDevice(), "rabitq"))[0]
 
 
-@pytest.mark.parametrize("room", range(5))
+@pytest.mark.parametrize("room", range(6))
 def test_where_there_is_no_room_the_cpu_scans_and_it_is_said_once(room):
     """From a prompt on, or from a step that needs a block more; the device has its memory back."""
     runner = there(FakeDevice(DELAYS["some"]))
@@ -201,9 +201,9 @@ def test_where_there_is_no_room_the_cpu_scans_and_it_is_said_once(room):
     logits, _sequence = grown(runner)
     assert torch.equal(logits, grown_on_the_host())
     assert FakeDevice.current.problems == []
-    assert runner.staging.new_notices() == ([] if room == 4 else [NO_ROOM])
-    assert refusing.room == (0 if room == 4 else -1)  # not asked again
-    assert copied_bytes(runner) == (2 * 2 * BLOCK_BYTES if room == 4 else 0)
+    assert runner.staging.new_notices() == ([] if room == 5 else [NO_ROOM])
+    assert refusing.room == (0 if room == 5 else -1)  # not asked again
+    assert copied_bytes(runner) == (2 * 2 * BLOCK_BYTES if room == 5 else 0)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])

@@ -8,7 +8,6 @@ import pytest
 
 from magicpig_cli.errors import ContextError
 from magicpig_cli.evals import report
-from magicpig_cli.evals.forked import indexed
 from magicpig_cli.evals.modes import Mode, modes
 from magicpig_cli.evals.run import CONTINUATION, Evaluation
 from magicpig_cli.evals.units import open_kept
@@ -49,18 +48,6 @@ def test_sampling_is_off_and_less_so_with_more_keys(engine, topics, kept):
         assert sum(found[f"{name} 30%"]["kl"]) < sum(found[f"{name} 2%"]["kl"])
     assert found["topk 2%"]["sampled"] / found["topk 2%"]["offloaded"] == pytest.approx(0.02, rel=0.05)
     assert found["lsh"]["index_bytes_per_token"] > 2 * 40  # two bytes per table
-
-
-def test_an_index_is_counted_as_it_is_used(engine):
-    """With what a step leaves beside it: the draw of the uniform tail, a bit per key."""
-    runner, ids = engine.runner, [token % 250 for token in range(1000)]
-    read = runner.new_sequence()
-    list(runner.prefill(read, ids))
-    with indexed(runner, read, "rabitq") as (fork, usage):
-        built, layer = usage.index_bytes_per_token, fork.layers[1]
-        usage.count(runner.decode([fork], [7], "rabitq"), fork)
-        assert usage.index_bytes_per_token == pytest.approx(built + layer.index.length / layer.store.length / 8)
-    read.release()
 
 
 def test_one_continuation_serves_perplexity_and_divergence(engine, topics, kept):

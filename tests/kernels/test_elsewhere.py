@@ -23,11 +23,13 @@ def by_formula(found: kernels.Lookup, group: kernels.SignedRows) -> np.ndarray:
     nibbles = np.stack([codes & 15, codes >> 4], axis=2)  # [Hkv, n/32, 2, bits/4, 16]
     out = np.empty((heads, group.n), dtype=np.int16)
     for h in range(heads):
-        kv_head, (lift, centre, share) = h * kv_heads // heads, found.lines[h].tolist()
+        kv_head, (lift, centre, share, of_jitter) = h * kv_heads // heads, found.lines[h].tolist()
         each = found.tables[h][np.arange(nibbles.shape[3])[:, None], nibbles[kv_head]]
         sums = each.sum(axis=2, dtype=np.int64).reshape(-1)
         product = ((lift * sums - centre) * shares[kv_head] + 2**14) >> 15
-        out[h] = found.means[h].astype(np.int64).repeat(256) + ((product * share + 2**14) >> 15)
+        at = (found.starts[kv_head] + np.arange(group.n)) % kernels.JITTER_ROWS
+        jitter = (kernels.jitter_pool()[at].astype(np.int64) * of_jitter + 2**14) >> 15
+        out[h] = found.means[h].astype(np.int64).repeat(256) + ((product * share + 2**14) >> 15) + jitter
     return out
 
 
@@ -44,7 +46,7 @@ def reached_by(found: kernels.Lookup, scores: np.ndarray) -> kernels.Reached:
 
 
 def looked_up(q, basis, groups, budget, tail, scale, threads=2):
-    return kernels.rabitq_lookup(q, basis, groups, budget=budget, tail=tail, scale=scale, threads=threads)
+    return kernels.rabitq_lookup(q, basis, groups, budget=budget, tail=tail, key=KEY, scale=scale, threads=threads)
 
 
 @pytest.mark.parametrize(("bits", "head_dim", "group"), [(32, 7, 1), (128, 64, 4), (160, 80, 3), (512, 128, 5)])
@@ -54,7 +56,7 @@ def test_scores_by_the_formula_are_those_of_the_kernels(isa, bits, head_dim, gro
     groups = [make_signed(tables[0], 1024, basis, (256,)), make_signed(tables[1], 512, basis)]
     q = queries(2, 2 * group, head_dim)
     found = looked_up(q, basis, groups, budgets(2, 2 * group, 0.1), 0.25, scale)
-    wanted, _ = kernels.rabitq_scores(q, basis, groups, scale=scale)
+    wanted, _ = kernels.rabitq_scores(q, basis, groups, key=KEY, scale=scale)
     for lookup, signed, scores in zip(found, groups, wanted, strict=True):
         assert np.array_equal(by_formula(lookup, signed), scores)
 
@@ -117,7 +119,7 @@ def test_queries_that_are_no_numbers_have_finite_scores(native_isa):
     groups, q = [make_signed(make_table(rows), 512, basis)], queries(1, 4, 32)
     q[0, 1, 5], q[0, 2, 5], q[0, 3] = np.inf, np.nan, 0
     (found,) = looked_up(q, basis, groups, budgets(1, 4, 0.2), 0.25, 0.2)
-    (wanted,), _ = kernels.rabitq_scores(q, basis, groups, scale=0.2)
+    (wanted,), _ = kernels.rabitq_scores(q, basis, groups, key=KEY, scale=0.2)
     assert np.array_equal(by_formula(found, groups[0]), wanted)
     done = kernels.rabitq_attend(
         q, basis, groups, WEIGHTS, budget=budgets(1, 4, 0.2), tail=0.25, key=KEY, scale=0.2, threads=1,

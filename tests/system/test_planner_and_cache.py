@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -273,48 +272,27 @@ def test_most_of_a_long_prefix_is_shared():
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("turns", [(1200,), (400, 100, 700), (255, 945)])
 def test_bytes_of_signatures(turns, kv_dtype, bits):
-    """However a sequence grew, its index has the bytes that are planned, not one more or less, once a step has drawn
-    the uniform tail."""
+    """However a sequence grew, its index has the bytes that are planned, not one more or less."""
     model = tiny_model("llama")
     shape = shape_from_config(model.config)
     options = AttentionOptions(mode="rabitq", bits=bits, kv_dtype=kv_dtype)
     chosen = plan(hardware.probe(), shape, Settings(attention=options, threads=1))
     runner = ModelRunner(model, shape, chosen, torch.device("cpu"), hash_seed=0)
     sequence = runner.new_sequence()
-
-    def drawn() -> int:
-        return 2 * shape.kv_heads * (sequence.layers[0].store.length // 256 * 256) // 8  # 2 of 3 layers are sampled
-
     for turn in turns:
         list(runner.prefill(sequence, torch.arange(turn).remainder(250).tolist()))
-        assert sequence.index_bytes == chosen.index_bytes(sequence.length) - drawn()
+        assert sequence.index_bytes == chosen.index_bytes(sequence.length)
     for _ in range(300):
         runner.decode([sequence], [7])
         # What this step has moved out of the window is signed in the next one.
         assert sequence.index_bytes == chosen.index_bytes(sequence.length - 1)
     sequence.truncate(900)
-    assert sequence.index_bytes == chosen.index_bytes(900) - drawn()
+    assert sequence.index_bytes == chosen.index_bytes(900)
     runner.decode([sequence], [7])
     assert sequence.index_bytes == chosen.index_bytes(900)
     fork = runner.fork(sequence)
-    assert fork.index_bytes == chosen.index_bytes(900) - drawn()
+    assert fork.index_bytes == chosen.index_bytes(900)
     fork.release()
-
-
-def test_bytes_of_signatures_whose_heads_share_a_budget_unevenly():
-    """Each head has a draw of its own, kept once it has come twice."""
-    model = tiny_model("llama")
-    shape = shape_from_config(model.config)
-    even = plan(hardware.probe(), shape, Settings(attention=AttentionOptions(mode="rabitq"), threads=1))
-    shares = tuple(1 + (-0.5) ** head / 2 for head in range(shape.heads))
-    uneven = replace(even, head_shares=dict.fromkeys(even.sampled_layers, shares))
-    runner = ModelRunner(model, shape, uneven, torch.device("cpu"), hash_seed=0)
-    sequence = runner.new_sequence()
-    list(runner.prefill(sequence, torch.arange(1200).remainder(250).tolist()))
-    for _ in range(2):
-        runner.decode([sequence], [7])
-    assert sequence.index_bytes == uneven.index_bytes(sequence.length - 1)
-    assert uneven.index_bytes(1200) > even.index_bytes(1200)
 
 
 def signed_plan() -> Plan:
@@ -358,4 +336,4 @@ def test_a_fork_shares_the_signatures_that_are_planned(first, longer, question, 
     theirs = {id(part) for part in chain[-1].parts}
     assert sum(part.nbytes for key, part in own.items() if key in theirs) == shared
     beside = sum(part.nbytes for key, part in own.items() if key not in theirs)
-    assert beside + shared + fork.length // 8 == chosen.index_bytes(tokens)
+    assert beside + shared == chosen.index_bytes(tokens)

@@ -140,8 +140,8 @@ def _taken(
 
 
 def rabitq_sample(
-    q: np.ndarray, packed: np.ndarray, share: float, groups: Sequence[SignedRows], rates: np.ndarray,
-    shares: np.ndarray, key: tuple[int, int], scale: float, threads: int,
+    q: np.ndarray, packed: np.ndarray, share: float, groups: Sequence[SignedRows], jitter: np.ndarray,
+    rates: np.ndarray, shares: np.ndarray, key: tuple[int, int], scale: float, threads: int,
 ) -> list[list[np.ndarray]]:  # fmt: skip
     """Sampled rows of every sequence and query head."""
     return [[of_head.rows for of_head in heads] for heads in _taken(q, packed, groups, rates, shares, key, scale)]
@@ -152,6 +152,7 @@ def rabitq_attend(
     packed: np.ndarray,
     share: float,
     groups: Sequence[SignedRows],
+    jitter: np.ndarray,
     weights: np.ndarray,
     rates: np.ndarray,
     shares: np.ndarray,

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from magicpig_cli.kernels.jitter import head_seed, jitter_pool, jitter_start
 from magicpig_cli.kernels.reference.rows import nearest_bfloat16
 from magicpig_cli.kernels.rows import widen
 from magicpig_cli.kernels.signature_shape import (
+    JITTER_NATS,
+    JITTER_ROWS,
     SIGNATURE_GROUP,
     SIGNATURE_ROWS,
     TOP_SCORE,
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from magicpig_cli.kernels.signature import SignedRows
 
 MOST = 31  # of a cell of the look-up tables: eight of them fit in a byte
+LEAST_LIKELY = 200.0  # −ln of what counts as nothing
 ROUNDING = 8  # units that a score may be off by, at most
 
 
@@ -78,9 +82,9 @@ def look_up_tables(projected: np.ndarray) -> tuple[np.ndarray, float, float]:
 
 
 class Scores:
-    """Scores int16 [n] of the rows of one sequence and query head: their estimated logits in units of `unit`."""
+    """Scores int16 [n] of the rows of one sequence and query head: estimated logits and jitter in units of `unit`."""
 
-    def __init__(self, q: np.ndarray, packed: np.ndarray, group: SignedRows, h: int) -> None:
+    def __init__(self, q: np.ndarray, packed: np.ndarray, group: SignedRows, key: tuple[int, int], h: int) -> None:
         """q float64 [D], times the scale of the logits; h: kv head."""
         table, step, offset = look_up_tables(packed @ q)
         self.table = table
@@ -92,24 +96,28 @@ class Scores:
         self.noise = len(table) * step**2 / 12  # variance of step·Σ table, by its rounding
         pairs = np.stack([codes & 15, codes >> 4], axis=1)  # [n/32, 2, bits/4, 16]
         sums = table[np.arange(len(table))[:, None], pairs].sum(axis=2, dtype=np.int64).reshape(-1)
+        self.jitter = jitter_pool()[(jitter_start(key, h) + np.arange(len(sums))) % JITTER_ROWS].astype(np.int64)
         self.unit, self.values = self._scored(sums, step, offset, of_means, len(table))
 
     def _scored(
         self, sums: np.ndarray, step: float, offset: float, of_means: np.ndarray, nibbles: int
     ) -> tuple[float, np.ndarray]:
-        """The unit, and factors·(step·sums + offset) + q·μ in it, by products of 16 bits as the kernels make them."""
+        """The unit, and factors·(step·sums + offset) + q·μ + jitter in it, by products of 16 bits as the kernels make
+        them."""
         centre, largest = -offset / (step or 1.0), self.factors.max(initial=0)
         farthest = nibbles / 2 + centre  # that a sum is from the centre
         lift = 1 << math.floor(math.log2(TOP_SCORE / farthest))
         part = largest * step / lift * 32768 / TOP_SCORE  # of a product of a sum and a factor
         most = np.abs(of_means).max(initial=0) + largest * step * farthest
-        unit = max(most / (TOP_SCORE - ROUNDING), part) or 1.0
+        unit = max((most + JITTER_NATS) / (TOP_SCORE - ROUNDING), part)
         per_share = np.float32(TOP_SCORE) / np.float32(largest or 1.0)  # what a device has too (`Lookup.factor_scale`)
         shares = np.rint(self.factors.astype(np.float32) * per_share).astype(np.int64)
-        self.line = lift, round(centre * lift), min(round(part / unit * 32768), TOP_SCORE)
+        of_jitter = round(JITTER_NATS / TOP_SCORE / unit * 32768)
+        self.line = lift, round(centre * lift), min(round(part / unit * 32768), TOP_SCORE), of_jitter
         self.of_means = np.rint(of_means / unit).astype(np.int16)
         product = _product(_product(lift * sums - self.line[1], shares), self.line[2])
-        return unit, (product + self.of_means.astype(np.int64).repeat(SIGNATURE_ROWS)).astype(np.int16)
+        jittered = self.of_means.astype(np.int64).repeat(SIGNATURE_ROWS) + _product(self.jitter, of_jitter)
+        return unit, (product + jittered).astype(np.int16)
 
 
 def _product(a: np.ndarray, b: np.ndarray | int) -> np.ndarray:
@@ -136,9 +144,7 @@ def threshold(scores: np.ndarray, share: float) -> int:
 
 def tail_rows(n: int, rate: float, key: tuple[int, int], kv_head: int) -> np.ndarray:
     """bool [n]: rows of the uniform tail, those whose 32-bit hash is below rate·2³². The same for every query head."""
-    seed = key[0]
-    for part in (key[1], kv_head):
-        seed = _mixed(seed + (part + 1) * 0x9E3779B97F4A7C15)
+    seed = head_seed(key, kv_head)
     x = (np.arange(n, dtype=np.uint64) + (seed & 0xFFFFFFFF)) & 0xFFFFFFFF
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x ^= x >> np.uint64(shift)
@@ -148,38 +154,32 @@ def tail_rows(n: int, rate: float, key: tuple[int, int], kv_head: int) -> np.nda
     return tail
 
 
-def _mixed(x: int) -> int:
-    """The finaliser of SplitMix64."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ (x & _64) >> shift) * factor & _64
-    return x ^ x >> 31
-
-
-_64 = 2**64 - 1
-
-
 def rabitq_scores(
-    q: np.ndarray, packed: np.ndarray, groups: Sequence[SignedRows], scale: float, threads: int
-) -> tuple[list[np.ndarray], np.ndarray]:
+    q: np.ndarray, packed: np.ndarray, groups: Sequence[SignedRows], jitter: np.ndarray, key: tuple[int, int],
+    scale: float, threads: int,
+) -> tuple[list[np.ndarray], np.ndarray]:  # fmt: skip
     """Scores int16 [H, n] of every sequence, and their units float32 [B, H]."""
-    found = [[_scores(q[b, h], packed, group, scale, h, q.shape[1]) for h in range(q.shape[1])]
+    found = [[_scores(q[b, h], packed, group, key, scale, h, q.shape[1]) for h in range(q.shape[1])]
              for b, group in enumerate(groups)]  # fmt: skip
     units = np.array([[of_head.unit for of_head in heads] for heads in found], dtype=np.float32)
     return [np.stack([of_head.values for of_head in heads]) for heads in found], units.reshape(q.shape[:2])
 
 
-def _scores(q: np.ndarray, packed: np.ndarray, group: SignedRows, scale: float, h: int, heads: int) -> Scores:
-    return Scores(q.astype(np.float64) * scale, packed, group, h * group.table.kv_heads // heads)
+def _scores(
+    q: np.ndarray, packed: np.ndarray, group: SignedRows, key: tuple[int, int], scale: float, h: int, heads: int
+) -> Scores:
+    return Scores(q.astype(np.float64) * scale, packed, group, key, h * group.table.kv_heads // heads)
 
 
 def rabitq_lookup(
-    q: np.ndarray, packed: np.ndarray, groups: Sequence[SignedRows], scale: float, threads: int
-) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    q: np.ndarray, packed: np.ndarray, groups: Sequence[SignedRows], jitter: np.ndarray, key: tuple[int, int],
+    scale: float, threads: int,
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:  # fmt: skip
     """What the scores of each sequence are made of beside signatures: look-up tables uint8 [H, nibbles, 16], lift,
-    centre and share int32 [H, 3], scores of the means int16 [H, cells]."""
+    centre, share and share of the jitter int32 [H, 4], scores of the means int16 [H, cells]."""
     parts = []
     for b, group in enumerate(groups):
-        heads = [_scores(q[b, h], packed, group, scale, h, q.shape[1]) for h in range(q.shape[1])]
+        heads = [_scores(q[b, h], packed, group, key, scale, h, q.shape[1]) for h in range(q.shape[1])]
         tables = np.stack([of_head.table for of_head in heads])
         lines = np.array([of_head.line for of_head in heads], dtype=np.int32)
         parts.append((tables, lines, np.stack([of_head.of_means for of_head in heads])))
@@ -197,7 +197,7 @@ class Taken:
         rows that reach the threshold as bits uint64 [n/64], and the threshold, where somebody else has compared."""
         self._q, (self._bits, D) = q.astype(np.float64) * scale, packed.shape
         self._share = rotation_share(self._bits, D)
-        self.scores = Scores(self._q, packed, group, h)
+        self.scores = Scores(self._q, packed, group, key, h)
         values = self.scores.values.astype(np.int64)
         bound = threshold(self.scores.values, share) if elsewhere is None else int(elsewhere[1])
         reached = values >= bound
@@ -208,15 +208,29 @@ class Taken:
         self.rows = np.flatnonzero(reached | tail_rows(len(values), self.rate, key, h))
 
     def log_weight(self, keys: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """−ln u [n] of the sampled keys [n, D], from the table over (s − τ) / σ."""
+        """−ln u [n] of the sampled keys [n, D]."""
         f, mu = self.scores.factors[self.rows], self.scores.means[self.rows // SIGNATURE_ROWS]
         s = keys.astype(np.float64) @ self._q
         x = keys.astype(np.float64) - mu
         along, squares = x @ self._q, (x**2).sum(axis=1)
         across = self._q @ self._q - np.divide(along**2, squares, out=np.zeros_like(along), where=squares > 0)
         spread = np.maximum(across, 0) * np.maximum(self._bits * f**2 - self._share * squares, 0)
-        variance = spread / max(len(self._q) - 1, 1) + self.scores.noise * f**2 + self.scores.unit**2 / 4
-        return read_log_normal((s - self.tau) / np.sqrt(variance), weights)
+        variance = spread / max(len(self._q) - 1, 1) + self.scores.noise * f**2 + self.scores.unit**2 / 3
+        return jittered_log_weight(s - self.tau, np.sqrt(variance), weights)
+
+
+def jittered_log_weight(above: np.ndarray, sigma: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """−ln u of keys whose logits are `above` = s − τ, from −ln Φ (`estimator.signature_probability`).
+
+    u = Φ(z) + exp(above + σ²/2)·Φ(−x), z = above / σ, x = z + σ; where x > 0 the exponent is (x² − z²)/2."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        z = above / sigma
+        x = z + sigma
+        exponent = np.where(x > 0, (np.minimum(x, -Z_LOW) ** 2 - z**2) / 2, above + sigma**2 / 2)
+        by_score, by_jitter = read_log_normal(z, weights), read_log_normal(-x, weights) - exponent
+    by_jitter = np.where(by_jitter < LEAST_LIKELY, by_jitter, LEAST_LIKELY)
+    weight: np.ndarray = np.maximum(-np.logaddexp(-by_score, -by_jitter), 0)
+    return weight
 
 
 def read_log_normal(z: np.ndarray, weights: np.ndarray) -> np.ndarray:
