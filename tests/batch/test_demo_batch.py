@@ -54,7 +54,7 @@ def lines() -> list[bytes]:
 def single_answers() -> dict[str, str]:
     """Each question alone, one engine, float32 rows, exact attention, greedy."""
     engine = Engine.load(
-        Settings(ModelOptions("demo", dtype="float32"), AttentionOptions("exact", kv_dtype="float32"))
+        Settings(ModelOptions("demo", dtype="float32", quantize="none"), AttentionOptions("exact", kv_dtype="float32"))
     )  # fmt: skip
     found = {}
     for key, (system, question) in QUESTIONS.items():

@@ -35,7 +35,7 @@ def magicpig_from_the_start(*arguments: str, timeout: float = 600) -> subprocess
 def test_chat_gives_what_transformers_generates(demo_available):
     """Token by token in this process, and as text through the command."""
     question = "Name three colours."
-    settings = Settings(ModelOptions("demo", dtype="float32"), AttentionOptions("exact", kv_dtype="float32"))
+    settings = Settings(ModelOptions("demo", dtype="float32", quantize="none"), AttentionOptions("exact", kv_dtype="float32"))
     engine = Engine.load(settings)
     ids = engine.codec.encode_chat([{"role": "user", "content": question}])
     request = engine.request("a", ids, GenerationOptions(max_tokens=48, temperature=0.0))
