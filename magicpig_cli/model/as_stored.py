@@ -16,7 +16,7 @@ from magicpig_cli.model.gguf_header import Tensor
 # Not IQ4_NL, IQ4_XS and MXFP4, whose 16 values are unevenly spaced.
 _GIVEN_BACK = frozenset({"Q4_0", "Q4_1", "Q4_K"})
 _LAYER = re.compile(r"(blk\.\d+)\.((?:attn|ffn)_\w+)\.weight")
-_SAME_INPUT = re.compile(r"attn_[qkv]$|ffn_(?:gate|up)(?=_|$)")  # such layers are multiplied together, in one form
+_SAME_INPUT = re.compile(r"(attn|ffn)_(?:[qkv]$|(?:gate|up)(?=_|$))")  # multiplied together, in one form
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,8 @@ def linear_layers(tensors: Iterable[Tensor]) -> InFile | None:
         if found is None or len(tensor.sizes) != 2 or "_inp" in found[2]:  # norms, all experts in one, routers
             continue
         types[tensor.type] = types.get(tensor.type, 0) + _values(tensor)
-        together.setdefault(f"{found[1]}.{_SAME_INPUT.sub('input', found[2])}", []).append(tensor)
+        side_by_side = _SAME_INPUT.sub(r"\1_input", found[2])
+        together.setdefault(f"{found[1]}.{side_by_side}", []).append(tensor)
     if not types:
         return None
     given_back = [

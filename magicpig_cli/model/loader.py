@@ -202,8 +202,9 @@ def load_model(
 
 
 def settled(options: ModelOptions) -> ModelOptions:
-    """The same with what `--quantize auto` means for this model on this device in its place. Raises ModelError or
-    UsageError."""
+    """The same, `--quantize auto` replaced by what it means for this model here. Raises ModelError or UsageError."""
+    if options.quantize != "auto":
+        return options
     on_gpu = resolve_device(options.device).type != "cpu"
     return replace(options, quantize=quantize_meant(options, linear_in_file(options), on_gpu=on_gpu))
 

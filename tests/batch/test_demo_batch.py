@@ -76,8 +76,8 @@ def test_every_answer_equals_the_single_run(demo_available, tmp_path, monkeypatc
     Path("ferry.txt").write_text(DOCUMENT)
     Path("in.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines()) + b"\r\n\r\n")
     code = app.run(
-        ["batch", "in.jsonl", "-m", "demo", "--dtype", "float32", "--kv-dtype", "float32", "--attention", "exact",
-         "--temperature", "0", "--max-tokens", "8", "--batch-size", "4", "--json"]
+        ["batch", "in.jsonl", "-m", "demo", "--dtype", "float32", "--kv-dtype", "float32", "--quantize", "none",
+         "--attention", "exact", "--temperature", "0", "--max-tokens", "8", "--batch-size", "4", "--json"]
     )  # fmt: skip
     assert code == 3
     summary = json.loads(capsys.readouterr().out)
