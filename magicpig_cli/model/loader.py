@@ -28,18 +28,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from magicpig_cli.config import ModelOptions
 from magicpig_cli.errors import ModelError, UsageError
 from magicpig_cli.events import LoadProgress
-from magicpig_cli.model import (
-    blocks,
-    fingerprint,
-    gguf,
-    hub,
-    linear,
-    published,
-    quantized,
-    reading,
-    sizes,
-    weights,
-)
+from magicpig_cli.model import blocks, fingerprint, gguf, hub, linear, published, quantized, reading, sizes, weights
 from magicpig_cli.model.as_stored import InFile, is_as_stored, quantize_meant
 from magicpig_cli.model.progress import explaining, ignore
 from magicpig_cli.model.shape import ModelShape, published_dtype, read_dtype, shape_from_config, unsupported_reason
