@@ -50,7 +50,7 @@ class ModelOptions:
     revision: str | None = None
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     dtype: str = "auto"  # auto | float32 | bfloat16
-    quantize: str = "none"  # none | int8 | int4
+    quantize: str = "auto"  # auto (as the file stores linear layers) | none | int8 | int4
     load_format: str = "auto"  # auto | dummy (random weights from the config)
     no_cuda_graphs: bool = False  # every operator of a decode step is launched by itself
     offline: bool = False

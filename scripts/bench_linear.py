@@ -32,9 +32,9 @@ from magicpig_cli.model.stored import Holder
 
 PLAIN = "plain"  # float32 weights in torch's own layers
 FORMS = {
-    PLAIN: ModelOptions(dtype="float32"),
-    "float32": ModelOptions(dtype="float32"),
-    "bfloat16": ModelOptions(dtype="bfloat16"),
+    PLAIN: ModelOptions(dtype="float32", quantize="none"),
+    "float32": ModelOptions(dtype="float32", quantize="none"),
+    "bfloat16": ModelOptions(dtype="bfloat16", quantize="none"),
     "int8": ModelOptions(dtype="float32", quantize="int8"),
     "int4": ModelOptions(dtype="float32", quantize="int4"),
 }
@@ -47,7 +47,7 @@ def load(model: str, threads: int) -> dict[str, Engine]:
     engines = {}
     hold = linear.hold
     for form, options in FORMS.items():
-        linear.hold = hold if form != PLAIN else lambda *_: None
+        linear.hold = hold if form != PLAIN else lambda *_, **__: None
         options = ModelOptions(model, dtype=options.dtype, quantize=options.quantize, device="cpu")
         engines[form] = Engine.load(Settings(options, AttentionOptions("exact"), threads=threads))
     linear.hold = hold

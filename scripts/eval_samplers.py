@@ -14,6 +14,7 @@ from magicpig_cli.__main__ import main
 OPTIONS = (
     "--tasks", "kl", "--text", "pydoc_data.topics", "--text", "stdlib", "-c", "4.5k", "--positions", "128",
     "--hash-seeds", "4", "-K", "10", "-L", "150", "--dense-layers", "0", "--budget", "0.02,0.04",
+    "--quantize", "none",
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=4352, help="of each text (%(default)s)")
     parser.add_argument("--rotations", type=int, default=200, help="for the probabilities (%(default)s)")
     options = parser.parse_args(arguments)
-    engine = Engine.load(Settings(ModelOptions("demo"), AttentionOptions(mode="exact")))
+    engine = Engine.load(Settings(ModelOptions("demo", quantize="none"), AttentionOptions(mode="exact")))
     calibrations: dict[str, Calibration] = {}
     errors: dict[str, OwnError] = {}
     for name, text in SHIPPED.items():

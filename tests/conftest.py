@@ -82,4 +82,4 @@ def demo_model(demo_available: None) -> Loaded:
 
     from magicpig_cli.model import loader
 
-    return loader.load_model(ModelOptions("demo"), torch.device("cpu"))
+    return loader.load_model(ModelOptions("demo", quantize="none"), torch.device("cpu"))

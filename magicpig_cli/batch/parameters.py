@@ -32,7 +32,7 @@ def typed(settings: Settings, **others: Any) -> dict[str, Any]:
 
 def chosen(plan: Plan) -> dict[str, Any]:
     """What the planner has filled in, as JSON has it."""
-    values: dict[str, Any] = {"weights": plan.weight_type, "kv_dtype": plan.row_dtype, "attention": plan.mode}
+    values: dict[str, Any] = {"weights": plan.weight_types, "kv_dtype": plan.row_dtype, "attention": plan.mode}
     if plan.sampler is not None:
         # A tail that lsh does not draw is left out: outputs of versions that had none can still be resumed.
         values |= {name: value for name, value in plan.sampler_options.items() if value}
@@ -52,9 +52,12 @@ def identity(settings: Settings, choices: Mapping[str, Any], raw: bool) -> str:
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def adopted(settings: Settings, manifest: Mapping[str, Any]) -> Settings:
-    """Settings with the tables and layers that the run before has chosen, where nobody has typed others since."""
-    before, now = manifest["parameters"], typed(settings)
+def adopted(settings: Settings, now: Mapping[str, Any], manifest: Mapping[str, Any]) -> Settings:
+    """Settings with the tables and layers that the run before has chosen, where nobody has typed others since.
+
+    now: the same settings as they would be kept.
+    """
+    before = manifest["parameters"]
     if any(_given(before.get(part)) != _given(now[part]) for part in ("model", "attention", "profile")):
         return settings
     attention = settings.attention

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from magicpig_cli.batch.parameters import chosen, identity
 from magicpig_cli.batch.reader import JsonlSource
@@ -28,6 +29,7 @@ def without_weights(
     planned = plan_here(loader.load_shape(config, settings.model), settings, announce)
     generation_config = loader.load_generation_config(settings.model)
     tokenizer = loader.load_tokenizer(settings.model)
+    meant = replace(settings, model=loader.settled(settings.model))
     maker = RequestMaker(
         codec=ChatCodec(tokenizer, config, generation_config, settings.model.chat_template),
         generation_config=generation_config,
@@ -38,6 +40,6 @@ def without_weights(
         raw=raw,
         directory=source.directory,
         allow_outside_files=allow_outside_files,
-        identity=identity(settings, chosen(planned), raw),
+        identity=identity(meant, chosen(planned), raw),
     )
     return maker, planned

@@ -56,7 +56,7 @@ def meta(engine: Engine, hardware: Hardware) -> dict[str, Any]:
         "commit": commit(),
         "model": engine.model_name,
         "params": engine.params,
-        "dtype": engine.plan.weight_type,
+        "dtype": engine.plan.weight_types,
         "kv_dtype": engine.plan.row_dtype,
         "device": engine.device,
         "cpu": hardware.cpu_model,

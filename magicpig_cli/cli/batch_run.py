@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +71,12 @@ class BatchRun:
 
     @cached_property
     def _typed(self) -> dict[str, Any]:
+        """With what `--quantize auto` means here: the file may be another one when a later run goes on."""
+        from magicpig_cli.model import loader
+
+        settings = replace(self.settings, model=loader.settled(self.settings.model))
         return parameters.typed(
-            self.settings, raw=self.options.raw, ordered=self.options.ordered, prefix_sharing=self.options.share
+            settings, raw=self.options.raw, ordered=self.options.ordered, prefix_sharing=self.options.share
         )
 
     def _prepare(self) -> Prepared:
@@ -81,7 +85,7 @@ class BatchRun:
         if before is not None:
             if not self.options.force:
                 parameters.refuse_others(before, "parameters", self._typed)
-            settings = parameters.adopted(settings, before)
+            settings = parameters.adopted(settings, self._typed, before)
         prepared = prepare(settings, self.options, self.source)
         if before is not None and not self.options.force:
             parameters.refuse_others(before, "chosen", parameters.chosen(prepared.plan))

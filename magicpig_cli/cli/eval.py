@@ -256,7 +256,7 @@ def _plans(settings: Settings, modes: tuple[Mode, ...]) -> dict[Mode, Plan]:
 def _kept(engine: Engine, output: Path | None, *, fresh: bool) -> Iterator[Kept]:
     """What earlier runs have finished: beside the output, else in the cache directory, a file per model."""
     from magicpig_cli.evals.units import open_kept
-    from magicpig_cli.model.loader import cache_folder
+    from magicpig_cli.model.source import cache_folder
 
     if output is not None:
         path = output.with_name(f"{output.stem}.units.jsonl")

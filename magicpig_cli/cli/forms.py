@@ -28,7 +28,7 @@ def compared(
     What was asked for stays: `--quantize` and `-c` leave one form and one context.
     """
     asked = settings.model.quantize
-    forms = (asked,) if asked != "none" or shape.published is not None else FORMS
+    forms = (asked,) if asked != "auto" or shape.published is not None else FORMS
     fitting = [tokens for tokens in CONTEXTS if tokens <= shape.context] or [shape.context]
     contexts = fitting if settings.context is None else [settings.context]
     return [_entry(shape, settings, form, tokens, planned) for form in forms for tokens in contexts]

@@ -160,9 +160,10 @@ SHARED_OPTIONS = (
     SharedOption("model", "model.dtype", str, ("--dtype",), metavar="auto|bfloat16|float32",
         parse=_choice("auto", "bfloat16", "float32"),
         help="Number type of the weights; auto is bfloat16, but on a CPU only if the model's own is."),
-    SharedOption("model", "model.quantize", str, ("--quantize",), metavar="none|int8|int4",
-        parse=_choice("none", "int8", "int4"),
-        help="Store linear layers in 8 or 4 bits: less memory, a little less accurate; faster but for int8 on a GPU."),
+    SharedOption("model", "model.quantize", str, ("--quantize",), metavar="auto|none|int8|int4",
+        parse=_choice("auto", "none", "int8", "int4"),
+        help="Store linear layers in 8 or 4 bits: less memory, a little less accurate; faster but for int8 on a GPU. "
+        "auto: in 4 bits what a .gguf file has in 4 bits, on a CPU and without --dtype; else none."),
     SharedOption("model", "model.no_cuda_graphs", bool, ("--no-cuda-graphs",),
         help="Without CUDA graphs, on a GPU: every operator of a step is launched by itself; slower, less GPU memory."),
     SharedOption("model", "context", str, ("-c", "--context", "--ctx-size"), parse=parse_context, metavar="TOKENS|auto",

@@ -136,7 +136,7 @@ class Engine:
         if different := model_differences(self.identity, saved.identity):
             raise MagicpigError(
                 f"{saved.path} belongs to another model or another form of it: {'; '.join(different)}",
-                hint="name another file, or delete this one",
+                hint="the same --dtype and --quantize as then if those differ, another file, or delete this one",
             )
 
     def restore(self, saved: SavedCache, prompt_ids: list[int]) -> tuple[Sequence, str | None]:

@@ -23,7 +23,7 @@ def identity_of(loaded: Loaded, plan: Plan) -> dict[str, Any]:
         "config": fingerprint.of_config(loaded.config),
         "rotary": fingerprint.of_rotary(loaded.model),
         "context": plan.context,  # only to say for which one the rotary frequencies are
-        "dtype": plan.weight_type,
+        "dtype": plan.weight_types,
         "kv_dtype": plan.row_dtype,
     }
 

@@ -21,6 +21,7 @@ from magicpig_cli.model.stored import (
     Stored,
     StoredEmbedding,
     StoredLinear,
+    int4_gives_back,
     multiply_together,
     stored,
 )
@@ -30,10 +31,11 @@ _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # name
 _GEMMA_FACTOR = "scalar_embed_scale"  # attribute of Gemma 3's embedding: what its forward multiplies rows by
 
 
-def hold(model: PreTrainedModel, form: Form, report: Report = ignore) -> None:
+def hold(model: PreTrainedModel, form: Form, report: Report = ignore, *, as_stored: bool = False) -> None:
     """Replace the linear layers of a model on a CPU, and its token embedding unless that stays float32.
 
-    Everything else becomes float32. Beside int4 layers the embedding and the output layer are int8.
+    Everything else becomes float32. Beside int4 layers the embedding and the output layer are int8. as_stored: so are
+    layers that int4 would not give back as they are, and those that are multiplied together with them.
 
     An output layer tied to the embedding shares its weight as before. Experts that are no nn.Linear (Mixtral's: one
     tensor for all of them) remain float32. Goes layer by layer, so the extra memory is that of the largest layer,
@@ -42,12 +44,13 @@ def hold(model: PreTrainedModel, form: Form, report: Report = ignore) -> None:
     """
     names = [name for name, module in model.named_modules() if _can_hold(module, form)]
     output, products, shared = _output_layer(model), Products(), _tied_weight(model)
+    wide = _not_given_back(model) if form == "int4" and as_stored else set()
     room, made = Room(), None  # the latter: of the shared weight
     for done, name in enumerate(names):
         report(LoadProgress(f"storing weights as {form}", done, len(names)))
         module = model.get_submodule(name)
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
-        own: Form = "int8" if form == "int4" and _is_end(module, output) else form
+        own: Form = "int8" if form == "int4" and (_is_end(module, output) or module in wide) else form
         held = made if weight is shared and made else stored(weight, own, room)
         made = held if weight is shared else made
         model.set_submodule(name, _holder(module, held, products, few_rows=module is output))
@@ -85,6 +88,18 @@ def _can_hold(module: nn.Module, form: Form) -> bool:
     if form == "float32":
         return type(module) is nn.Linear  # an embedding is as it should be
     return type(module) in (nn.Linear, nn.Embedding) or hasattr(module, _GEMMA_FACTOR)
+
+
+def _not_given_back(model: PreTrainedModel) -> set[nn.Module]:
+    """Linear layers that int4 would change, and those that are given the same input: their product has one form."""
+    layers = [module for module in model.modules() if type(module) is nn.Linear and _is_plain(module)]
+    found: set[nn.Module] = {layer for layer in layers if not int4_gives_back(layer.weight)}
+    for block in model.modules():
+        for names in _SAME_INPUT:
+            side_by_side = {getattr(block, name, None) for name in names}
+            if found & side_by_side:
+                found |= {layer for layer in side_by_side if isinstance(layer, nn.Linear)}
+    return found
 
 
 def _is_plain(layer: nn.Linear) -> bool:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 from transformers import (
     AutoConfig,
@@ -26,25 +25,14 @@ from transformers import (
 from transformers import __version__ as transformers_version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from magicpig_cli.config import APP_NAME, ModelOptions
+from magicpig_cli.config import ModelOptions
 from magicpig_cli.errors import ModelError, UsageError
 from magicpig_cli.events import LoadProgress
-from magicpig_cli.model import (
-    blocks,
-    demo,
-    fingerprint,
-    gguf,
-    hub,
-    linear,
-    published,
-    quantized,
-    reading,
-    sizes,
-    weights,
-)
-from magicpig_cli.model.name import model_name
+from magicpig_cli.model import blocks, fingerprint, gguf, hub, linear, published, quantized, reading, sizes, weights
+from magicpig_cli.model.as_stored import InFile, is_as_stored, quantize_meant
 from magicpig_cli.model.progress import explaining, ignore
 from magicpig_cli.model.shape import ModelShape, published_dtype, read_dtype, shape_from_config, unsupported_reason
+from magicpig_cli.model.source import Source, converted_folder, linear_in_file, locate
 from magicpig_cli.model.stored import Form
 
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "*.tiktoken")
@@ -63,16 +51,6 @@ class Loaded:
     revision: str | None  # commit on the Hub, or fingerprint of the GGUF file; None for a directory
     params: int  # tied weights counted once
     weights: str  # fingerprint of their values (`fingerprint.of_weights`)
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Where a model is. Either `folder` or `gguf` (not converted yet) or both (converted) are set."""
-
-    name: str
-    folder: Path | None
-    gguf: Path | None = None
-    revision: str | None = None
 
 
 def resolve_device(text: str) -> torch.device:
@@ -118,7 +96,7 @@ def resolve_dtype(text: str, config: PretrainedConfig, device: torch.device) -> 
 
 def load_config(options: ModelOptions) -> PretrainedConfig:
     """The config alone: no weights, and at most small files are fetched. Raises ModelError."""
-    source = _locate(options, lambda: hub.fetch(options, hub.CONFIG_FILES, ignore))
+    source = locate(options, lambda: hub.fetch(options, hub.CONFIG_FILES, ignore))
     if source.folder is None:
         assert source.gguf is not None
         return gguf.read_config(source.gguf)
@@ -126,14 +104,14 @@ def load_config(options: ModelOptions) -> PretrainedConfig:
 
 
 def load_shape(config: PretrainedConfig, options: ModelOptions) -> ModelShape:
-    """The shape of the model whose config that is; weights that were published quantized are counted by the headers of
-    their files where these are at hand. Raises ModelError."""
-    shape = shape_from_config(config)
+    """The shape of the model whose config that is, with what headers of its files say of weights: the types in a GGUF
+    file, the bytes of weights that were published quantized. Raises ModelError."""
+    shape = replace(shape_from_config(config), in_file=linear_in_file(options))
     if shape.published is None:
         return shape
     if options.load_format == "dummy":
         return replace(shape, published=None)  # random weights are plain
-    source = _locate(options, lambda: hub.fetch(options, hub.CONFIG_FILES, ignore))
+    source = locate(options, lambda: hub.fetch(options, hub.CONFIG_FILES, ignore))
     if source.folder is None or not source.folder.is_dir():
         return shape
     return replace(shape, published=published.counted(shape.published, source.folder))
@@ -147,7 +125,7 @@ def check_supported(config: PretrainedConfig, name: str) -> None:
 
 def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
     """The tokenizer alone. Raises ModelError."""
-    source = _locate(options, lambda: hub.fetch(options, hub.TEXT_FILES, ignore))
+    source = locate(options, lambda: hub.fetch(options, hub.TEXT_FILES, ignore))
     if source.folder is None:
         assert source.gguf is not None
         return _as_engine_wants(gguf.read_tokenizer(source.gguf, gguf.read_config(source.gguf)))
@@ -156,7 +134,7 @@ def load_tokenizer(options: ModelOptions) -> PreTrainedTokenizerBase:
 
 def load_generation_config(options: ModelOptions) -> GenerationConfig | None:
     """The model's own defaults of generation, if a file holds them. Raises ModelError."""
-    source = _locate(options, lambda: hub.fetch(options, hub.TEXT_FILES, ignore))
+    source = locate(options, lambda: hub.fetch(options, hub.TEXT_FILES, ignore))
     if source.folder is None or not (source.folder / "generation_config.json").is_file():
         return None
     with explaining(f"the generation config of {source.name}"):
@@ -171,15 +149,15 @@ def load_model(
     report = on_progress or ignore
     dummy = options.load_format == "dummy"
     if dummy:
-        source = _locate(options, lambda: hub.fetch(options, hub.TEXT_FILES, report))
+        source = locate(options, lambda: hub.fetch(options, hub.TEXT_FILES, report))
     else:
-        source = _locate(options, lambda: hub.fetch_weights(options, report))
+        source = locate(options, lambda: hub.fetch_weights(options, report))
     if source.gguf is not None and source.folder is None:
-        folder = _converted_folder(options, source.gguf)
+        folder = converted_folder(options, source.gguf)
         unread = gguf.read_config(source.gguf)
         check_supported(unread, source.name)
         gguf.convert(source.gguf, unread, folder, report)
-        source = _Source(source.name, folder, source.gguf, source.revision)
+        source = Source(source.name, folder, source.gguf, source.revision)
     assert source.folder is not None
     config = _config_in(source.folder, source.name, options)
     check_supported(config, source.name)
@@ -193,7 +171,9 @@ def load_model(
     model.train(False).requires_grad_(False)
     weights_fingerprint, params = fingerprint.of_weights(model), _count(model)
     if device.type == "cpu":
-        linear.hold(model, _form_of(options, dtype), report)
+        in_file = linear_in_file(options)
+        as_stored = is_as_stored(options, in_file, on_gpu=False)
+        linear.hold(model, _form_of(options, in_file, dtype), report, as_stored=as_stored)
         blocks.compute_by_kernels(model)
     if quantized.is_quantized(model):
         with explaining(f"{source.name}, as its quantized weights cannot be multiplied here"):
@@ -210,13 +190,20 @@ def load_model(
     )
 
 
-def _form_of(options: ModelOptions, dtype: torch.dtype) -> Form:
+def settled(options: ModelOptions) -> ModelOptions:
+    """The same, `--quantize auto` replaced by what it means for this model here. Raises ModelError or UsageError."""
+    if options.quantize != "auto":
+        return options
+    on_gpu = resolve_device(options.device).type != "cpu"
+    return replace(options, quantize=quantize_meant(options, linear_in_file(options), on_gpu=on_gpu))
+
+
+def _form_of(options: ModelOptions, in_file: InFile | None, dtype: torch.dtype) -> Form:
     """In which form a CPU holds weights that were read as `dtype`."""
-    if options.quantize == "int4":
-        return "int4"
-    if options.quantize == "int8":
-        return "int8"
-    return "bfloat16" if dtype == torch.bfloat16 else "float32"
+    quantize = quantize_meant(options, in_file, on_gpu=False)
+    if quantize == "none":
+        return "bfloat16" if dtype == torch.bfloat16 else "float32"
+    return "int4" if quantize == "int4" else "int8"
 
 
 def _count(model: PreTrainedModel) -> int:
@@ -224,59 +211,6 @@ def _count(model: PreTrainedModel) -> int:
     if quantized.is_quantized(model):
         return sizes.params(model.config)
     return sum(p.numel() for p in model.parameters())
-
-
-# Where things are
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept."""
-    return platformdirs.user_cache_path(APP_NAME)
-
-
-def _locate(options: ModelOptions, fetch: Callable[[], Path]) -> _Source:
-    """Find out which form `options.model` has; `fetch` brings a Hub model's files into a folder."""
-    if options.model == "demo":
-        return _gguf_source(demo.wheel_file(), options)
-    path = Path(options.model).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelError(f"there is no file {path}", hint="give the path of a .gguf file, or a Hub id")
-        return _gguf_source(path, options)
-    if path.is_dir():
-        return _Source(model_name(options.model), path)
-    if path.is_file():
-        return _config_file_source(path, options)
-    if _looks_like_a_path(options.model):
-        raise ModelError(f"there is no file or directory {path}", hint="a Hub id looks like owner/name")
-    folder = fetch()
-    return _Source(options.model, folder, revision=folder.name)
-
-
-def _looks_like_a_path(text: str) -> bool:
-    return text.startswith(("/", "./", "../", "~")) or text.count("/") > 1 or text.endswith(".json")
-
-
-def _gguf_source(path: Path, options: ModelOptions) -> _Source:
-    converted = _converted_folder(options, path)
-    revision = converted.name if options.model == "demo" else gguf.fingerprint(path)
-    return _Source(model_name(options.model), converted if converted.is_dir() else None, path, revision)
-
-
-def _converted_folder(options: ModelOptions, path: Path) -> Path:
-    """The demo's copy survives a new environment: it is known by its version, other files by path, size and time."""
-    if options.model == "demo":
-        return cache_folder() / "demo" / demo.version()
-    return cache_folder() / "gguf" / f"{path.stem}-{gguf.fingerprint(path)}"
-
-
-def _config_file_source(path: Path, options: ModelOptions) -> _Source:
-    if path.suffix != ".json" or options.load_format != "dummy":
-        raise ModelError(
-            f"{path} is a file, not a model",
-            hint="give the directory, or a .gguf file; bench --load-format dummy takes a config.json",
-        )
-    return _Source(model_name(options.model), path)
 
 
 # Reading what is there

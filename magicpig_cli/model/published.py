@@ -84,7 +84,7 @@ def stored_bytes(folder: Path) -> int:
 
 def refuse_quantize(method: str | None, asked: str) -> None:
     """Raise UsageError for `--quantize` with weights that are quantized already."""
-    if method is not None and asked != "none":
+    if method is not None and asked not in ("auto", "none"):
         raise UsageError(
             f"--quantize {asked} with weights that were published quantized ({method})",
             hint="leave out --quantize, or use the original model",

@@ -73,7 +73,7 @@ def _numbered(device: torch.device) -> torch.device:
 
 def _is_made(options: ModelOptions, device: torch.device) -> bool:
     """Whether quantized weights are made on a GPU. Raises ModelError where what makes them is not installed."""
-    if options.quantize == "none" or device.type == "cpu":
+    if options.quantize in ("auto", "none") or device.type == "cpu":
         return False
     quantized.check_made(options.quantize)
     return True

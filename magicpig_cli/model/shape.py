@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from magicpig_cli.errors import ModelError
 from magicpig_cli.model import published, sizes
+from magicpig_cli.model.as_stored import InFile
 from magicpig_cli.model.published import Published
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class ModelShape:
     int8_extra_bytes: int = 0  # what int8 weights but experts take beyond a byte each: scales, and what stays float32
     dtype: str = "float32"  # number type in which the checkpoint was published; float32 if the config does not tell
     published: Published | None = None  # the form of weights that were published quantized
+    in_file: InFile | None = None  # linear layers as a GGUF file stores them
 
     @property
     def full_layers(self) -> tuple[int, ...]:
@@ -98,8 +100,13 @@ class ModelShape:
             self, params=part(self.params), expert_params=part(self.expert_params), published=published,
             linear_params=part(self.linear_params), linear_rows=part(self.linear_rows),
             int4_params=part(self.int4_params), int4_rows=part(self.int4_rows),
-            int8_extra_bytes=part(self.int8_extra_bytes),
+            int8_extra_bytes=part(self.int8_extra_bytes), in_file=self.in_file and self.in_file.scaled(share),
         )  # fmt: skip
+
+    def as_in_file(self) -> ModelShape:
+        """With int4 for nothing but what the file has in 4 bits."""
+        assert self.in_file is not None
+        return replace(self, int4_params=self.in_file.int4_params, int4_rows=self.in_file.int4_rows)
 
     @property
     def verified(self) -> bool:

@@ -43,7 +43,7 @@ def check_request(shape: ModelShape, settings: Settings, *, on_gpu: bool) -> Non
     _check_choice("--attention", attention.mode, ("auto", *SAMPLERS, "exact"))
     _check_choice("--kv-dtype", attention.kv_dtype, ("auto", "float32", "bfloat16", "int8"))
     _check_choice("--signatures", attention.signatures or "auto", ("auto", "host", "device"))
-    _check_choice("--quantize", model.quantize, ("none", "int8", "int4"))
+    _check_choice("--quantize", model.quantize, ("auto", "none", "int8", "int4"))
     _check_tables(attention)
     check_signatures(attention)
     _check_layers(attention, shape)
@@ -71,7 +71,7 @@ def _check_weights(shape: ModelShape, model: ModelOptions, *, on_gpu: bool) -> N
     refuse_quantize(method, model.quantize)
     if method is not None:
         refuse_dtype(method, model.dtype, on_gpu=on_gpu)
-    elif model.quantize != "none" and on_gpu:
+    elif on_gpu and model.quantize in ("int8", "int4"):
         refuse_dtype(model.quantize, model.dtype, on_gpu=True)
 
 

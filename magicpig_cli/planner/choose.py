@@ -17,6 +17,7 @@ from magicpig_cli.config import (
 from magicpig_cli.errors import MemoryBudgetError
 from magicpig_cli.hardware import Gpu, Hardware
 from magicpig_cli.kernels import RowType
+from magicpig_cli.model.as_stored import is_as_stored
 from magicpig_cli.model.shape import ModelShape
 from magicpig_cli.planner import forms, memory, reasons
 from magicpig_cli.planner.checks import check_device, check_request, check_window
@@ -81,7 +82,9 @@ def _draft(
 ) -> Plan:  # fmt: skip
     """What does not depend on memory. Tables are those for the context that is wanted."""
     attention, model, on_gpu = settings.attention, settings.model, gpu is not None
-    form = forms.form_of(shape, model, on_gpu=on_gpu)
+    form, as_stored = forms.form_of(shape, model, on_gpu=on_gpu), is_as_stored(model, shape.in_file, on_gpu=on_gpu)
+    if as_stored:
+        shape = shape.as_in_file()
     size = _recommended(profile, attention, wanted)
     most = hardware.threads if profile.threads is None else min(hardware.threads, profile.threads)
     return Plan(
@@ -102,6 +105,7 @@ def _draft(
         context=wanted,
         row_dtype="bfloat16" if attention.kv_dtype == "auto" else cast(RowType, attention.kv_dtype),
         weight_type=form,
+        as_stored=as_stored,
         weights_bytes=0 if on_gpu else forms.total(forms.on_host(shape, form)),
         budget_bytes=0,
         max_batch=most_together(profile, on_gpu=on_gpu),

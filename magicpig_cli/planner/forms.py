@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from magicpig_cli.config import ModelOptions
 from magicpig_cli.kernels import INT4_GROUP
+from magicpig_cli.model.as_stored import quantize_meant
 from magicpig_cli.model.shape import ModelShape, read_dtype
 
 WeightType = str  # float32, bfloat16, int8, int4, or the method by which they were published quantized
@@ -47,8 +48,9 @@ def form_of(shape: ModelShape, model: ModelOptions, *, on_gpu: bool) -> WeightTy
     """In which form linear layers hold their weights."""
     if shape.published is not None:
         return shape.published.method
-    if model.quantize != "none":
-        return model.quantize
+    quantize = quantize_meant(model, shape.in_file, on_gpu=on_gpu)
+    if quantize != "none":
+        return quantize
     return read_dtype(model.dtype, shape.dtype, on_gpu=on_gpu)
 
 

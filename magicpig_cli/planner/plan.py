@@ -56,6 +56,7 @@ class Plan:
     chunk: int  # prompt tokens per forward
     auto_lsh_from: int  # `auto`: shorter sequences are attended exactly
     host_reserve: int  # bytes left to the program itself
+    as_stored: bool = False  # int4 is for nothing but what the model's file has in 4 bits; other layers are int8
     flush: int = FLUSH
     block_rows: int = BLOCK_ROWS
     gpu: Gpu | None = None  # that holds weights and windows
@@ -67,6 +68,12 @@ class Plan:
     head_shares: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of rabitq: `attention.shares.Shares`
     profile: str = "built-in"
     reasons: tuple[str, ...] = ()
+
+    @property
+    def weight_types(self) -> str:
+        """`weight_type`, and the other form where linear layers have two: what keys and values depend on."""
+        in_file = self.shape.in_file
+        return "int4 and int8" if self.as_stored and in_file and not in_file.all_int4 else self.weight_type
 
     def sampler_of(self, mode: str) -> str | None:
         """Name of the sampler of a mode; None = exact attention."""

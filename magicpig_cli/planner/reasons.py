@@ -244,16 +244,28 @@ def _threads(plan: Plan, hardware: Hardware, settings: Settings, profile: Profil
 def _weights(plan: Plan, settings: Settings) -> str:
     if plan.shape.published is not None:
         return f"weights {plan.weight_type}: as they were published; by transformers' own code"
-    asked = settings.model.dtype != "auto" or settings.model.quantize != "none"
-    on_gpu = "bfloat16 on GPUs" if plan.gpu is not None else f"the model was published in {plan.shape.dtype}"
-    why = "as asked" if asked else on_gpu
-    if plan.gpu is not None and settings.model.quantize != "none":
+    why = _why_weights(plan, settings)
+    if plan.gpu is not None and settings.model.quantize in ("int8", "int4"):
         why += f", made of bfloat16 while they are read; {_QUANTIZED_BY[plan.weight_type]}"
     if plan.windows_on_host and plan.weight_type != "float32":
         if plan.weight_type == "int4":
             why += ", embedding and output layer int8"
         why += "; multiplied as such while generating, in float32 while reading a prompt"
     return f"weights {plan.weight_type}: {why}"
+
+
+def _why_weights(plan: Plan, settings: Settings) -> str:
+    in_file = plan.shape.in_file
+    if plan.as_stored and in_file is not None:
+        others = "" if in_file.all_int4 else "; int8 where 4 bits would not give it back"
+        return f"as the file's linear layers are stored ({in_file.words}){others}"
+    if settings.model.dtype != "auto" or settings.model.quantize != "auto":
+        return "as asked"
+    if plan.gpu is not None:
+        return "bfloat16 on GPUs"
+    if in_file is not None:
+        return f"the file's linear layers are {in_file.words}, of which nothing is to be lost"
+    return f"the model was published in {plan.shape.dtype}"
 
 
 def _batch(plan: Plan, profile: Profile) -> str:

@@ -9,6 +9,7 @@ from itertools import combinations
 from magicpig_cli.config import DEFAULT_LOCAL, DEFAULT_SINK, Settings
 from magicpig_cli.errors import MagicpigError
 from magicpig_cli.hardware import Hardware
+from magicpig_cli.model.as_stored import quantize_meant
 from magicpig_cli.model.shape import ModelShape, read_dtype
 from magicpig_cli.planner.plan import Plan
 from magicpig_cli.units import format_bytes, format_count
@@ -76,12 +77,13 @@ def _options(hardware: Hardware, shape: ModelShape, settings: Settings) -> Itera
     """Options that take less memory than what was asked for, the ones that cost least first."""
     attention, model = settings.attention, settings.model
     on_gpu = hardware.gpu_of(model.device) is not None
-    plain = shape.published is None and model.quantize == "none"
+    quantize = quantize_meant(model, shape.in_file, on_gpu=on_gpu)
+    plain = shape.published is None and quantize == "none"
     if plain and read_dtype(model.dtype, shape.dtype, on_gpu=on_gpu) == "float32":
         yield "--dtype bfloat16", lambda s: replace(s, model=replace(s.model, dtype="bfloat16"))
     if plain:
         yield "--quantize int8", lambda s: replace(s, model=replace(s.model, quantize="int8"))
-    if on_gpu and shape.published is None and model.quantize != "int4":
+    if on_gpu and shape.published is None and quantize != "int4":
         yield "--quantize int4", lambda s: replace(s, model=replace(s.model, quantize="int4"))
     if attention.K is not None or attention.L is not None:
         yield "-K 8 -L 75", lambda s: replace(s, attention=replace(s.attention, K=8, L=75))
@@ -96,7 +98,7 @@ def _options(hardware: Hardware, shape: ModelShape, settings: Settings) -> Itera
             f"--sink {DEFAULT_SINK} --local {DEFAULT_LOCAL}",
             lambda s: replace(s, attention=replace(s.attention, sink=DEFAULT_SINK, local=DEFAULT_LOCAL)),
         )
-    if not on_gpu and shape.published is None and model.quantize != "int4":
+    if not on_gpu and shape.published is None and quantize != "int4":
         yield "--quantize int4", lambda s: replace(s, model=replace(s.model, quantize="int4"))
     if on_gpu:
         yield "--device cpu", lambda s: replace(s, model=replace(s.model, device="cpu"))

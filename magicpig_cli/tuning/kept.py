@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from magicpig_cli.attention.base import LogitRule
 from magicpig_cli.engine.engine import Engine
-from magicpig_cli.model.loader import cache_folder
+from magicpig_cli.model.source import cache_folder
 from magicpig_cli.tuning.capture import Capture, depths
 
 KEPT_BYTES = 8 << 30  # of all captures together
@@ -47,7 +47,7 @@ def capture_key(engine: Engine, ids: list[int], steps: int) -> str:
         "depths": depths(plan, len(ids), steps),
         "steps": steps,
         "window": (plan.sink, plan.local, plan.flush),
-        "types": (plan.weight_type, plan.row_dtype),
+        "types": (plan.weight_types, plan.row_dtype),
     }
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
 

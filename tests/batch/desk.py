@@ -26,6 +26,7 @@ from magicpig_cli.cli import batch as command
 from magicpig_cli.cli import batch_run
 from magicpig_cli.config import Settings
 from magicpig_cli.events import Finished
+from magicpig_cli.model import loader
 from magicpig_cli.planner import Plan
 from tests import warm
 from tests.batch.fakes import FakeEngine
@@ -86,6 +87,7 @@ class Desk:
         identity = parameters.identity(settings, chosen, options.raw)
         maker = replace(self.maker, defaults=settings.generation, system=settings.system, identity=identity)
         self.patch.setattr(prepare, "without_weights", lambda *_: (maker, self.plan))
+        self.patch.setattr(loader, "settled", lambda options: options)
         self.patch.setattr(batch_run, "load_engine", self._load)
         return command._run(settings, options, signals or Signals(), ["batch", "in.jsonl"])
 

@@ -55,7 +55,7 @@ def lines() -> list[bytes]:
 def single_answers() -> dict[str, str]:
     """Each question alone, one engine, float32 rows, exact attention, greedy."""
     engine = Engine.load(
-        Settings(ModelOptions("demo", dtype="float32"), AttentionOptions("exact", kv_dtype="float32"))
+        Settings(ModelOptions("demo", dtype="float32", quantize="none"), AttentionOptions("exact", kv_dtype="float32"))
     )  # fmt: skip
     found = {}
     for key, (system, question) in QUESTIONS.items():
@@ -77,8 +77,8 @@ def test_every_answer_equals_the_single_run(demo_available, tmp_path, monkeypatc
     Path("ferry.txt").write_text(DOCUMENT)
     Path("in.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines()) + b"\r\n\r\n")
     code = app.run(
-        ["batch", "in.jsonl", "-m", "demo", "--dtype", "float32", "--kv-dtype", "float32", "--attention", "exact",
-         "--temperature", "0", "--max-tokens", "8", "--batch-size", "4", "--json"]
+        ["batch", "in.jsonl", "-m", "demo", "--dtype", "float32", "--kv-dtype", "float32", "--quantize", "none",
+         "--attention", "exact", "--temperature", "0", "--max-tokens", "8", "--batch-size", "4", "--json"]
     )  # fmt: skip
     assert code == 3
     summary = json.loads(capsys.readouterr().out)

@@ -18,7 +18,7 @@ LENGTH, STEPS, LAYERS = 160, 3, (1, 29)
 
 @pytest.fixture(scope="module")
 def engine(demo_available) -> Engine:
-    return Engine.load(Settings(ModelOptions("demo", dtype="float32"), AttentionOptions(mode="exact")))
+    return Engine.load(Settings(ModelOptions("demo", dtype="float32", quantize="none"), AttentionOptions(mode="exact")))
 
 
 @pytest.fixture(scope="module")

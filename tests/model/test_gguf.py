@@ -14,14 +14,14 @@ import torch
 from magicpig_cli.config import ModelOptions
 from magicpig_cli.errors import ModelError
 from magicpig_cli.events import LoadProgress
-from magicpig_cli.model import gguf, loader
+from magicpig_cli.model import gguf, loader, source
 from tests.model import tiny_gguf
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "cache"
-    monkeypatch.setattr(loader, "cache_folder", lambda: folder)
+    monkeypatch.setattr(source, "cache_folder", lambda: folder)
     return folder
 
 

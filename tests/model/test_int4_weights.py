@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType, quants
 
 from magicpig_cli.config import ModelOptions
 from magicpig_cli.model import blocks, linear, loader, stored
@@ -72,3 +74,62 @@ def test_the_demo_model_is_held_as_its_file_has_it(demo_model):
             wide = demo_model.model.model.layers[layer].get_submodule(name).weight
             assert held.weight.dtype == torch.uint8
             assert torch.equal(as_float(held).float(), wide)
+
+
+# Weights that were 4-bit before
+
+
+def on_a_grid(values: torch.Tensor, kind: str) -> torch.Tensor:
+    packed = quants.quantize(values.numpy(), GGMLQuantizationType[kind])
+    return torch.from_numpy(quants.dequantize(packed, GGMLQuantizationType[kind]))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_what_was_on_a_grid_is_given_back(kind):
+    values = torch.randn(20, 96) * 0.03
+    grid = on_a_grid(values, kind)
+    assert stored.int4_gives_back(grid)
+    assert stored.int4_gives_back(grid * 1e-3)
+    assert not stored.int4_gives_back(values)
+
+
+@pytest.mark.parametrize(("kind", "given_back"), [("Q4_K", True), ("Q6_K", False), ("Q5_K", False)])
+def test_k_quants(kind, given_back):
+    """gguf has no way to make them, but any bytes are some; factors, which are float16, are made sensible ones."""
+    rng, kind = np.random.default_rng(0), GGMLQuantizationType[kind]
+    block, size = quants.GGML_QUANT_SIZES[kind]
+    packed = rng.integers(0, 256, (20, size * 512 // block), np.uint8)
+    blocks = packed.reshape(-1, size)
+    factors = rng.uniform(1e-4, 2e-4, (len(blocks), 2)).astype(np.float16).view(np.uint8)
+    if kind == GGMLQuantizationType.Q6_K:
+        blocks[:, -2:] = factors[:, :2]
+    else:
+        blocks[:, :4] = factors
+    values = torch.from_numpy(quants.dequantize(packed, kind))
+    assert values.shape == (20, 512)
+    assert stored.int4_gives_back(values) == given_back
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e6])
+def test_what_float16_lacks_is_not_given_back(value):
+    weight = torch.zeros(4, 64)
+    weight[1, 3] = value
+    assert not stored.int4_gives_back(weight)
+    assert not stored.int4_gives_back(torch.zeros(4, 50))
+    assert stored.int4_gives_back(torch.zeros(4, 64))
+
+
+def test_a_layer_that_is_not_given_back_takes_its_companions_along():
+    """So that one product serves all three, and the kernels the whole block."""
+    model = tiny_model("llama")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = on_a_grid(module.weight.data, "Q4_1")
+    model.model.layers[1].self_attn.k_proj.weight.data += 0.01 * torch.randn(32, 64)
+    linear.hold(model, "int4", as_stored=True)
+    types = [
+        [module.weight.dtype for module in layer.modules() if isinstance(module, stored.StoredLinear)]
+        for layer in model.model.layers
+    ]
+    assert types == [[torch.uint8] * 7, [torch.int8] * 3 + [torch.uint8] * 4, [torch.uint8] * 7]
+    assert blocks.compute_by_kernels(model) == 3

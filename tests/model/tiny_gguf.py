@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter, quants
 from tokenizers import pre_tokenizers
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, VOCAB = 64, 96, 2, 4, 2, 261
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 
 
-def write(path: Path, seed: int = 0, *, tied: bool = True) -> dict[str, np.ndarray]:
-    """Writes the file (float16 matrices) and returns what it holds, by GGUF's names of tensors."""
+def write(
+    path: Path, seed: int = 0, *, tied: bool = True, types: Mapping[str, str] | None = None
+) -> dict[str, np.ndarray]:
+    """Writes the file and returns what it holds, by GGUF's names of tensors.
+
+    types: of matrices by the end of their names (`1.attn_v`, `ffn_down`), the first that fits; others are float16.
+    """
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(LAYERS)
     writer.add_context_length(512)
@@ -27,10 +33,15 @@ def write(path: Path, seed: int = 0, *, tied: bool = True) -> dict[str, np.ndarr
     add_tokenizer(writer)
     tensors = make_tensors(np.random.default_rng(seed), tied)
     for name, tensor in tensors.items():
-        half = tensor.ndim == 2
-        writer.add_tensor(
-            name, tensor, raw_dtype=GGMLQuantizationType.F16 if half else GGMLQuantizationType.F32
-        )  # fmt: skip
+        ends = [end for end in types or {} if name.removesuffix(".weight").endswith(end)]
+        if ends:
+            kind = GGMLQuantizationType[types[ends[0]]]
+            packed = quants.quantize(tensor.astype(np.float32), kind)
+            writer.add_tensor(name, packed, raw_dtype=kind)
+            tensors[name] = quants.dequantize(packed, kind)
+        else:
+            half = tensor.ndim == 2
+            writer.add_tensor(name, tensor, raw_dtype=GGMLQuantizationType.F16 if half else GGMLQuantizationType.F32)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

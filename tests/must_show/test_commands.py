@@ -15,7 +15,7 @@ from magicpig_cli.engine.engine import Engine
 from magicpig_cli.events import Finished
 from tests import warm
 
-PARITY = ("--dtype", "float32", "--kv-dtype", "float32", "--attention", "exact")
+PARITY = ("--dtype", "float32", "--kv-dtype", "float32", "--quantize", "none", "--attention", "exact")
 
 
 ENVIRONMENT = {**os.environ, "NO_COLOR": "", "HF_HUB_OFFLINE": "1"}
@@ -35,8 +35,8 @@ def magicpig_from_the_start(*arguments: str, timeout: float = 600) -> subprocess
 def test_chat_gives_what_transformers_generates(demo_available):
     """Token by token in this process, and as text through the command."""
     question = "Name three colours."
-    settings = Settings(ModelOptions("demo", dtype="float32"), AttentionOptions("exact", kv_dtype="float32"))
-    engine = Engine.load(settings)
+    options = ModelOptions("demo", dtype="float32", quantize="none")
+    engine = Engine.load(Settings(options, AttentionOptions("exact", kv_dtype="float32")))
     ids = engine.codec.encode_chat([{"role": "user", "content": question}])
     request = engine.request("a", ids, GenerationOptions(max_tokens=48, temperature=0.0))
     (finished,) = (event for event in engine.generate([request]) if isinstance(event, Finished))

@@ -33,7 +33,7 @@ GREEDY = GenerationOptions(max_tokens=24, temperature=0.0)
 def load(**attention) -> Engine:
     """float32 throughout, as the determinism contract has it."""
     options = AttentionOptions(**{"mode": "exact", "kv_dtype": "float32", **attention})
-    return Engine.load(Settings(ModelOptions("demo", dtype="float32"), options, GREEDY))
+    return Engine.load(Settings(ModelOptions("demo", dtype="float32", quantize="none"), options, GREEDY))
 
 
 def answer(engine: Engine, conversation: Conversation, sequence=None) -> Finished:

@@ -19,7 +19,7 @@ LIMIT_S = 360  # of the roadmap, on 2 cores
 @pytest.mark.slow
 def test_tuning_the_demo_model(demo_available, tmp_path):
     """A cache of its own, so that nothing of an earlier run helps; the converted model is where it always is."""
-    from magicpig_cli.model.loader import cache_folder
+    from magicpig_cli.model.source import cache_folder
 
     cache = tmp_path / "cache" / "magicpig-cli"
     cache.mkdir(parents=True)

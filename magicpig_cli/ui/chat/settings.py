@@ -78,7 +78,7 @@ def show(chat: Chat, _: str) -> None:
     engine, plan = chat.engine, chat.engine.plan
     summary = engine.attention_summary()
     lines = [
-        f"model      {engine.model_name}, {format_count(engine.params)} parameters, weights {plan.weight_type}, "
+        f"model      {engine.model_name}, {format_count(engine.params)} parameters, weights {plan.weight_types}, "
         f"{engine.device}, {engine.threads} threads, kernels {engine.isa}",
         f"context    {engine.context:,} tokens (the model's own {engine.shape.context:,})",
         "attention  " + ", ".join(f"{key} {value}" for key, value in summary.items() if value is not None),
