@@ -14,9 +14,10 @@ from magicpig_cli import kernels
 from magicpig_cli.attention.base import Estimate, LogitRule, StepRecorder, as_estimate
 from magicpig_cli.attention.estimator import log_weight_table
 from magicpig_cli.cache.base import Index, IndexReader
-from magicpig_cli.cache.index import LshIndex, SavedTables
+from magicpig_cli.cache.index import LshIndex
 from magicpig_cli.cache.layer import LayerCache, Run
 from magicpig_cli.cache.quantize import as_numbers
+from magicpig_cli.cache.saved_tables import SavedTables
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import RowStore
 from magicpig_cli.config import HASH_ROWS

@@ -25,8 +25,6 @@ from magicpig_cli.cache.store import RowStore
 from magicpig_cli.config import JOINED_ROWS, REBUILD_GROWTH, TAIL_ROOM, TAIL_ROWS
 from magicpig_cli.kernels import Segment
 
-__all__ = ["Hasher", "IndexSizes", "LshIndex", "SavedTables", "mean_key"]
-
 
 @dataclass(frozen=True, slots=True)
 class IndexSizes:
