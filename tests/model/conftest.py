@@ -4,8 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+
+from magicpig_cli.model import source
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """Where converted models are kept."""
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(source, "cache_folder", lambda: folder)
+    return folder
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    """Where a GGUF file is to be."""
+    return tmp_path / "tiny.gguf"
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from magicpig_cli.cli import app
 from magicpig_cli.config import ModelOptions, Settings
 from magicpig_cli.engine.identity import identity_of, model_differences
 from magicpig_cli.errors import MemoryBudgetError
-from magicpig_cli.model import loader, source, stored
+from magicpig_cli.model import loader, stored
 from magicpig_cli.model.as_stored import InFile, linear_layers, quantize_meant
 from magicpig_cli.model.gguf_header import Tensor
 from magicpig_cli.planner import Plan, plan
@@ -21,23 +20,13 @@ from tests.model import tiny_gguf
 from tests.model.test_linear import as_float
 from tests.system.test_planner import DESKTOP, ON_GPU
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 CPU = torch.device("cpu")
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 FOUR_BITS = dict.fromkeys(MATRICES, "Q4_0")
 MIXED = {"1.attn_v": "Q8_0", "1.ffn_down": "Q5_0", **FOUR_BITS}  # as K-quants are: half of these layers in more bits
 LAYER = 64 * 64 * 2 + 32 * 64 * 2 + 64 * 96 * 3  # weights of one block
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
-    folder = tmp_path / "cache"
-    monkeypatch.setattr(source, "cache_folder", lambda: folder)
-    return folder
-
-
-@pytest.fixture
-def file(tmp_path) -> Path:
-    return tmp_path / "tiny.gguf"
 
 
 def planned(options: ModelOptions, machine=DESKTOP) -> Plan:

@@ -14,20 +14,8 @@ import torch
 from magicpig_cli.config import ModelOptions
 from magicpig_cli.errors import ModelError
 from magicpig_cli.events import LoadProgress
-from magicpig_cli.model import gguf, loader, source
+from magicpig_cli.model import gguf, loader
 from tests.model import tiny_gguf
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch) -> Path:
-    folder = tmp_path / "cache"
-    monkeypatch.setattr(source, "cache_folder", lambda: folder)
-    return folder
-
-
-@pytest.fixture
-def file(tmp_path) -> Path:
-    return tmp_path / "tiny.gguf"
 
 
 def load(path: Path, events: list[LoadProgress] | None = None, **options) -> loader.Loaded:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from pathlib import Path
 
 import pytest
 from gguf import GGMLQuantizationType
@@ -11,11 +10,6 @@ from gguf import GGMLQuantizationType
 from magicpig_cli.errors import ModelError
 from magicpig_cli.model import gguf_header
 from tests.model import tiny_gguf
-
-
-@pytest.fixture
-def file(tmp_path) -> Path:
-    return tmp_path / "tiny.gguf"
 
 
 def test_a_header_names_all_tensors_with_sizes_and_types(file):
