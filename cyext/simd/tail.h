@@ -1,4 +1,5 @@
-/* The uniform tail: rows that are taken whatever the query is, by a draw that hash seed, layer, kv head and row decide. */
+/* What hash seed, layer, kv head and row decide alone: the uniform tail, rows that are taken whatever the query is, and
+ * where the jitter of scores begins. */
 #pragma once
 #include <stdint.h>
 #include <string.h>
