@@ -152,6 +152,7 @@ cdef extern from "signature.h" nogil:
     void look_up_tables(const float* projected, int64_t stride, int nibbles, uint8_t* table, signed_t* head)
     float largest_size(const float* x, int64_t n)
     void set_unit(signed_t* head, int nibbles, float of_means, float factor)
+    int64_t jitter_start(uint64_t hash_seed, uint64_t layer, uint64_t kv_head)
     void score_cell(const uint8_t* codes, const uint16_t* factors, float largest, const uint8_t* ahead, int nibbles,
                     const uint8_t* tables, const signed_t* head, const float* of_means, int64_t cells, int heads,
                     const int16_t* jitter, int64_t start, int16_t* out, int64_t stride)
@@ -166,7 +167,6 @@ cdef extern from "signature.h" nogil:
 
 cdef extern from "tail.h" nogil:
     uint64_t tail_seed(uint64_t hash_seed, uint64_t layer, uint64_t kv_head)
-    int64_t jitter_start(uint64_t hash_seed, uint64_t layer, uint64_t kv_head)
     void tail_words(int64_t first, int64_t n, uint64_t seed, const uint64_t* limits, int heads, uint64_t* bits,
                     int64_t words)
 

@@ -114,9 +114,6 @@ def _torch_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# --- memory --------------------------------------------------------------------------------------------------------
-
-
 def buffer_size(free_bytes: int, cache_bytes: int) -> int:
     """Bytes to walk through: as many as the caches ask for, within what a guest may take. Whole MiB."""
     most = max(MIN_BUFFER_BYTES, min(MAX_BUFFER_BYTES, free_bytes // FREE_SHARE))

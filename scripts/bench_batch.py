@@ -74,7 +74,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", default="2k", metavar="N", help="of a prompt (%(default)s)")
     parser.add_argument("--gen-tokens", type=int, default=32, metavar="N", help="of an answer (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of which the median counts (%(default)s)")
-    parser.add_argument("--quantize", default="int8", metavar="none|int8|int4", help="weights (%(default)s)")
+    parser.add_argument("--quantize", default="int8", metavar="auto|none|int8|int4", help="weights (%(default)s)")
     parser.add_argument("--attention", default="exact", metavar="exact|lsh|auto", help="(%(default)s)")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK[0]} questions about {QUICK[1]} tokens")
     parser.add_argument("--questions", type=int, metavar="N", help=f"about one document ({FULL[0]}); 0 = leave it out")

@@ -5,6 +5,7 @@
  * shuffle looks up a nibble of 16 keys (`nibble_sums` of each tier), and a shift by four finds the other 16. */
 #pragma once
 #include "logits.h"
+#include "tail.h"
 
 #define CELL_ROWS 256
 #define GROUP_ROWS 32
@@ -203,6 +204,11 @@ static INLINE void factor_shares(const uint16_t *factors, float per_share, int16
         vf_store_i16(shares + r, vf_mul(vf_widen_bf16(factors + r), scale), vf_mul(vf_widen_bf16(factors + r + VW), scale));
 }
 
+/* Where row 0 of a kv head takes its jitter from: the first row of a group (magicpig_cli/kernels/jitter.py). */
+static inline int64_t jitter_start(uint64_t hash_seed, uint64_t layer, uint64_t kv_head) {
+    return (int64_t)(tail_mix(tail_seed(hash_seed, layer, kv_head)) & (JITTER_ROWS - GROUP_ROWS));
+}
+
 /* Scores of a cell for up to four heads: tables [heads] `bytes` apart, of_means[h·cells], out[h·stride + row].
  * Meanwhile as many codes are fetched from `ahead` on: cells may lie in places of their own. jitter: the pool, of which
  * the first row takes that at `start`.
@@ -298,7 +304,7 @@ static OUTLINE void take_bits(const uint64_t *taken, int64_t n, int bound, uint6
 
 /* Per key −ln u of `estimator.signature_probability`, u = Φ(z) + exp(s − τ + σ²/2)·Φ(−x), z = (s − τ)/σ, x = z + σ, from
  * the table of −ln Φ with `cells` uniform cells: dots = q·k without the scale, squares = |k − μ|², means = q·μ with the
- * scale, factors as stored. bits and share: B and c of EVIDENCE.md. n ≤ TILE.
+ * scale, factors as stored. bits and share: B and c of docs/method.md (3). n ≤ TILE.
  *
  * Where x > 0 the exponent is (x² − z²)/2, with the x that the table is read at: its end is x = 11, at σ above 4. */
 static inline void signature_weights(const float *dots, const float *squares, const float *means, const float *factors,

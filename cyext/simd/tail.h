@@ -1,5 +1,4 @@
-/* What hash seed, layer, kv head and row decide alone: the uniform tail, rows that are taken whatever the query is, and
- * where the jitter of scores begins. */
+/* The uniform tail: rows that are taken whatever the query is, by a draw that hash seed, layer, kv head and row decide. */
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -13,11 +12,6 @@ static inline uint64_t tail_mix(uint64_t x) { /* the finaliser of SplitMix64 */
 static inline uint64_t tail_seed(uint64_t hash_seed, uint64_t layer, uint64_t kv_head) {
     uint64_t seed = tail_mix(hash_seed + (layer + 1) * 0x9e3779b97f4a7c15u);
     return tail_mix(seed + (kv_head + 1) * 0x9e3779b97f4a7c15u);
-}
-
-/* Where row 0 of a kv head takes its jitter from: a multiple of 32, below 2^17 (magicpig_cli/kernels/jitter.py). */
-static inline int64_t jitter_start(uint64_t hash_seed, uint64_t layer, uint64_t kv_head) {
-    return (int64_t)(tail_mix(tail_seed(hash_seed, layer, kv_head)) & ((1 << 17) - 32));
 }
 
 /* Which of 64 hashes are below a limit < 2^32, as bits: eight bytes of 0 or 1 become eight bits by one product. */

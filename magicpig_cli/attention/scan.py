@@ -16,30 +16,32 @@ from torch.nn.functional import embedding_bag
 
 from magicpig_cli.cache.signatures_there import BlockThere
 from magicpig_cli.config import SCAN_KEYS
-from magicpig_cli.kernels import SIGNATURE_ROWS
+from magicpig_cli.kernels import JITTER_ROWS, SIGNATURE_ROWS
 
 _LEAST = torch.iinfo(torch.int16).min  # below every score
 
 
 def scan(
-    blocks: Sequence[BlockThere], lookup: Sequence[torch.Tensor], jitter: torch.Tensor, subset: torch.Tensor,
-    longest: int,
+    blocks: Sequence[BlockThere], lookup: Sequence[torch.Tensor], jitter: torch.Tensor, starts: Sequence[int],
+    subset: torch.Tensor, longest: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Bits uint8 [H, n/8] of the rows that reach the thresholds, and these int32 [H].
 
-    lookup: tables, lines, means, factor_scale and starts of a `kernels.Lookup`, its subset, and the pool of jitter
-    int16, all on the device of the blocks; longest: the largest size of a subset.
+    lookup: tables, lines, means and factor_scale of a `kernels.Lookup`, its subset, and the pool of jitter twice, int16
+    [2·JITTER_ROWS], all on the device of the blocks; starts: the `Lookup`'s; longest: the largest size of a subset.
 
     A threshold that takes no row, or all, is for the host to know (`kernels.bounds_of`).
     """
-    values = scores(blocks, lookup, jitter)
+    values = scores(blocks, lookup, jitter, starts)
     bounds = thresholds(values, subset, longest)
     return packed(values >= bounds[:, None]), bounds.int()
 
 
-def scores(blocks: Sequence[BlockThere], lookup: Sequence[torch.Tensor], jitter: torch.Tensor) -> torch.Tensor:
+def scores(
+    blocks: Sequence[BlockThere], lookup: Sequence[torch.Tensor], jitter: torch.Tensor, starts: Sequence[int]
+) -> torch.Tensor:
     """int16 [H, n], as `kernels.rabitq_scores` has them."""
-    tables, lines, means, factor_scale, starts = lookup
+    tables, lines, means, factor_scale = lookup
     heads, kv_heads, nibbles = len(tables), len(factor_scale), tables.shape[1]
     group = heads // kv_heads
     lift, centre, share, of_jitter = (part.reshape(kv_heads, group, 1, 1) for part in lines.unbind(1))
@@ -47,10 +49,9 @@ def scores(blocks: Sequence[BlockThere], lookup: Sequence[torch.Tensor], jitter:
     offsets = torch.arange(kv_heads * nibbles, dtype=torch.int32, device=tables.device) * 256
     offsets = offsets.view(kv_heads, 1, 1, nibbles)
     half = lines.new_full((1,), 1 << 14)  # of 2^15, by which products are divided: so they are rounded
-    in_cell = starts[:, None] + torch.arange(SIGNATURE_ROWS, device=tables.device)  # jitter of the first cell
     of_means = (means.to(torch.int32).bitwise_left_shift_(15) + half).view(kv_heads, group, -1, 1)
     out = torch.empty((kv_heads, group, means.shape[1], SIGNATURE_ROWS), dtype=torch.int16, device=tables.device)
-    done, at_once = 0, max(1, SCAN_KEYS // (SIGNATURE_ROWS * kv_heads))
+    done, at_once = 0, max(1, min(SCAN_KEYS // kv_heads, JITTER_ROWS) // SIGNATURE_ROWS)
     for codes, factors in _pieces(blocks, at_once):
         cells = slice(done, done + len(codes))
         sums = _centred_sums(codes, entries, offsets, group)  # [Hkv, G, cells here, 256]
@@ -58,12 +59,18 @@ def scores(blocks: Sequence[BlockThere], lookup: Sequence[torch.Tensor], jitter:
         centred = torch.addcmul(half, sums, shares).bitwise_right_shift_(15)
         scored = torch.addcmul(of_means[:, :, cells], centred, share)  # below 2^30, as a score is below 2^15
         scored.bitwise_right_shift_(15)
-        rows = torch.arange(done, done + len(codes), device=tables.device).mul_(SIGNATURE_ROWS).view(-1, 1)
-        added = jitter[(in_cell[:, None] + rows).remainder_(len(jitter))].to(torch.int32).unsqueeze(1)
+        added = _jitter_of(cells, jitter, starts).to(torch.int32)
         scored += torch.addcmul(half, added, of_jitter).bitwise_right_shift_(15)
         out[:, :, cells] = scored
         done += len(codes)
     return out.view(heads, -1)
+
+
+def _jitter_of(cells: slice, jitter: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
+    """int16 [Hkv, 1, cells, 256]."""
+    count = (cells.stop - cells.start) * SIGNATURE_ROWS
+    firsts = [(start + cells.start * SIGNATURE_ROWS) % JITTER_ROWS for start in starts]
+    return torch.stack([jitter[first : first + count] for first in firsts]).view(len(starts), 1, -1, SIGNATURE_ROWS)
 
 
 def _entries(tables: torch.Tensor, lift: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from magicpig_cli import kernels
 from magicpig_cli.attention.base import StepRecorder
 from magicpig_cli.attention.scan import scan
 from magicpig_cli.cache.ring_shape import scan_bytes
-from magicpig_cli.cache.signatures_there import BlockThere, SignaturesThere
+from magicpig_cli.cache.signatures_there import Copies, SignaturesThere
 from magicpig_cli.cache.staging import Staging
 from magicpig_cli.cache.store import as_array
 from magicpig_cli.kernels import Lookup, Reached, SignatureBasis, SignatureBlock, SignedRows
@@ -65,17 +65,15 @@ class ScanThere:
             self._give_up()
             return None
 
-    def _copies(self, groups: Sequence[SignedRows]) -> dict[int, list[BlockThere]]:
+    def _copies(self, groups: Sequence[SignedRows]) -> dict[int, Copies]:
         """By sequence, of those that have rows and room. Raises torch.OutOfMemoryError."""
         found = {b: self.copies.of(group.blocks) for b, group in enumerate(groups) if group.n}
-        copies = {b: blocks for b, blocks in found.items() if blocks is not None}
+        copies = {b: there for b, there in found.items() if there is not None}
         if len(copies) < len(found):
             self._say("the GPU's room for signatures is full: the CPU scans those of further sequences")
         return copies
 
-    def _found(
-        self, groups: Sequence[SignedRows], lookups: list[Lookup], copies: dict[int, list[BlockThere]]
-    ) -> Found:  # fmt: skip
+    def _found(self, groups: Sequence[SignedRows], lookups: list[Lookup], copies: dict[int, Copies]) -> Found:
         """The same of the sequences that have copies. Raises torch.OutOfMemoryError."""
         chosen = list(copies)
         sent = [torch.from_numpy(part) for b in chosen for part in _sent_of(lookups[b])]
@@ -84,9 +82,9 @@ class ScanThere:
         found: list[torch.Tensor] = []
         with self._staging.sent("lookups", *sent, room=len(groups) * there) as parts:
             for at, b in enumerate(chosen):
-                longest = int(lookups[b].subset[:, 1].max())
-                *lookup, subset = parts[6 * at : 6 * at + 6]
-                found += scan(copies[b], lookup, self.copies.jitter(), subset, longest)
+                longest, starts = int(lookups[b].subset[:, 1].max()), lookups[b].starts.tolist()
+                *lookup, subset = parts[5 * at : 5 * at + 5]
+                found += scan(copies[b].blocks, lookup, copies[b].jitter.tensors[0], starts, subset, longest)
         arrival = self._staging.bring("reached", *found, room=len(groups) * back)
 
         def reached() -> list[Reached | None]:
@@ -115,4 +113,4 @@ class ScanThere:
 
 def _sent_of(lookup: Lookup) -> tuple[np.ndarray, ...]:
     """What `scan` takes of it."""
-    return lookup.tables, lookup.lines, lookup.means, lookup.factor_scale, lookup.starts, lookup.subset
+    return lookup.tables, lookup.lines, lookup.means, lookup.factor_scale, lookup.subset

@@ -34,7 +34,7 @@ def chosen(plan: Plan) -> dict[str, Any]:
     """What the planner has filled in, as JSON has it."""
     values: dict[str, Any] = {"weights": plan.weight_types, "kv_dtype": plan.row_dtype, "attention": plan.mode}
     if plan.sampler is not None:
-        # A tail that lsh does not draw is left out: outputs of versions that had none can still be resumed.
+        # A tail that is not drawn is left out: outputs of versions that had none can still be resumed.
         values |= {name: value for name, value in plan.sampler_options.items() if value}
         values |= {name: getattr(plan, name) for name in ("sink", "local", "auto_lsh_from")}
         values["dense_layers"] = list(plan.dense_layers)

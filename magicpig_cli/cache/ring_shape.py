@@ -18,5 +18,5 @@ def scan_bytes(heads: int, kv_heads: int, bits: int, keys: int) -> tuple[int, in
     """(bytes sent to a device that scans the signatures of one sequence of so many keys, bytes that come back): a
     `Lookup` of the kernels, and a bit per key and query head with a threshold per head."""
     cells = keys // SIGNATURE_ROWS
-    there = (heads * 4 * bits, heads * 4 * 4, heads * cells * 2, kv_heads * 4, kv_heads * 8, heads * 3 * 8)
+    there = (heads * 4 * bits, heads * 4 * 4, heads * cells * 2, kv_heads * 4, heads * 3 * 8)
     return sum(map(aligned, there)), aligned(heads * cells * SIGNATURE_ROWS // 8) + aligned(heads * 4)

@@ -40,8 +40,16 @@ def by_cell(block: SignatureBlock) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """What a scan reads. Whoever gives a stream something to do with it holds it until that is done."""
+
+    blocks: list[BlockThere]
+    jitter: Kept  # the pool of `kernels.jitter_pool` twice, one behind the other
+
+
 class SignaturesThere:
-    """Copies of blocks on the device of a staging, which is none of the host's, and one of the pool of jitter, that all
+    """Copies of blocks on the device of a staging, which is none of the host's, and of the pool of jitter, which all
     scans add. room: bytes that blocks may take."""
 
     def __init__(self, staging: Staging, room: int) -> None:
@@ -55,30 +63,25 @@ class SignaturesThere:
         """Bytes of the device that all copies take."""
         return sum(there.kept.memory.nbytes for there in list(self._kept.values()) if there.kept is not None)
 
-    def of(self, blocks: Sequence[SignatureBlock]) -> list[BlockThere] | None:
+    def of(self, blocks: Sequence[SignatureBlock]) -> Copies | None:
         """Copies of these blocks, for what is given to this thread's stream; None: there is no room for them.
 
-        Whoever gives the stream something to do with them holds them until it is done. Raises torch.OutOfMemoryError.
+        Raises torch.OutOfMemoryError.
         """
         with self._lock:
             more = sum(block.codes.nbytes + block.factors.nbytes for block in blocks if id(block) not in self._kept)
             if more and self.nbytes + more > self._room:
                 return None
-            if blocks and self._jitter is None:
-                self._jitter = self._staging.put("signatures", torch.from_numpy(jitter_pool().copy()))
+            if self._jitter is None:
+                self._jitter = self._staging.put("signatures", torch.tensor(jitter_pool()).repeat(2))
+            jitter = self._jitter
             there = [self._kept.get(id(block)) or self._put(block) for block in blocks]
         stream = self._staging.device.current_stream()
-        if self._jitter is not None:
-            stream.wait_event(self._jitter.come)
+        stream.wait_event(jitter.come)
         for block in there:
             assert block.kept is not None
             stream.wait_event(block.kept.come)
-        return there
-
-    def jitter(self) -> torch.Tensor:
-        """int16, once there are copies of blocks."""
-        assert self._jitter is not None
-        return self._jitter.tensors[0]
+        return Copies(there, jitter)
 
     def _put(self, block: SignatureBlock) -> BlockThere:
         kept = self._staging.put("signatures", *by_cell(block))

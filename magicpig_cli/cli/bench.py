@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from magicpig_cli.cli.bench_target import FORMATS, Target, chosen_target, want_one_of
+from magicpig_cli.cli.bench_target import FORMATS, Target, chosen_target
 from magicpig_cli.cli.options import NoLive, Quiet, command_options
+from magicpig_cli.cli.outputs import want_one_of
 from magicpig_cli.config import SAMPLERS, Settings
 from magicpig_cli.errors import ContextError, MemoryBudgetError, UsageError
 from magicpig_cli.units import format_bytes, parse_token_list

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from magicpig_cli.cli.outputs import want_writable, write
+from magicpig_cli.cli.outputs import want_one_of, want_writable, write
 from magicpig_cli.errors import MagicpigError, UsageError
 from magicpig_cli.files import is_stream
 
@@ -129,8 +129,3 @@ def _check_plot(plot: str, output: Path | None, form: str) -> None:
     if output is not None and output.resolve() == Path(plot).resolve():
         raise UsageError(f"--output and --plot both name {plot}", hint="--output FILE.json --plot FILE.png")
     want_writable("--plot", Path(plot))
-
-
-def want_one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UsageError(f"{option} {value} is unknown", hint=f"use one of {', '.join(allowed)}")

@@ -159,7 +159,8 @@ SHARED_OPTIONS = (
         help="Where weights and linear layers run."),
     SharedOption("model", "model.dtype", str, ("--dtype",), metavar="auto|bfloat16|float32",
         parse=_choice("auto", "bfloat16", "float32"),
-        help="Number type of the weights; auto is bfloat16, but on a CPU only if the model's own is."),
+        help="Number type of the weights; auto is bfloat16, but on a CPU only if the model's own is. "
+        "There --quantize auto goes before it with a .gguf file of 4 bits."),
     SharedOption("model", "model.quantize", str, ("--quantize",), metavar="auto|none|int8|int4",
         parse=_choice("auto", "none", "int8", "int4"),
         help="Store linear layers in 8 or 4 bits: less memory, a little less accurate; faster but for int8 on a GPU. "

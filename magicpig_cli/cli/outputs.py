@@ -24,3 +24,8 @@ def write(path: Path, content: bytes) -> None:
         replace_file(path, content)
     except OSError as problem:
         raise MagicpigError(f"cannot write {path}: {problem.strerror}") from problem
+
+
+def want_one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{option} {value} is unknown", hint=f"use one of {', '.join(allowed)}")

@@ -137,9 +137,14 @@ def lsh_sample(
 
 
 def want_tail(name: str, share: float, key: tuple[int, int]) -> None:
-    """A share in [0, 1], and two integers that determine its draw."""
+    """A share in [0, 1], and what determines its draw."""
     if not 0 <= share <= 1:
         raise ValueError(f"{name}: want 0 to 1, got {share}")
+    want_key(key)
+
+
+def want_key(key: tuple[int, int]) -> None:
+    """Two integers that determine what is drawn."""
     seed, layer = key
     want_int("hash seed", seed, 0, MAX_SEED)
     want_int("layer", layer, 0, 2**31 - 1)

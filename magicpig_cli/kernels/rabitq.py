@@ -1,4 +1,4 @@
-"""Attention estimated from rows that their signatures sample (RaBitQ; EVIDENCE.md, "The signature sampler").
+"""Attention estimated from rows that their signatures sample (RaBitQ; docs/method.md).
 
 Per query head, a row is taken where its score, the estimate ŝ of its logit s by the bits alone plus a jitter with the
 exponential distribution of mean 1, reaches the threshold τ, the upper quantile (budget − r)/(1 − r) of the scores of a
@@ -21,7 +21,16 @@ from functools import lru_cache
 import numpy as np
 
 from magicpig_cli.kernels import isa
-from magicpig_cli.kernels.attend import Run, Sampled, as_sampled, want_matching, want_runs, want_tail, want_weights
+from magicpig_cli.kernels.attend import (
+    Run,
+    Sampled,
+    as_sampled,
+    want_key,
+    want_matching,
+    want_runs,
+    want_tail,
+    want_weights,
+)
 from magicpig_cli.kernels.checks import want_array, want_int, want_queries, want_scale
 from magicpig_cli.kernels.jitter import jitter_pool, jitter_start
 from magicpig_cli.kernels.rows import widen
@@ -161,7 +170,7 @@ def rabitq_scores(
     """Scores int16 [H, n] of the rows of every sequence, and their units float32 [B, H]: ŝ and the jitter together are
     score · unit, about."""
     want_scale(scale, None)
-    want_tail("tail", 0.0, key)
+    want_key(key)
     _want_signed(q, basis, groups, threads)
     scores, units = isa.backend().rabitq_scores(q, basis.packed(), groups, jitter_pool(), key, scale, threads)
     return scores, units

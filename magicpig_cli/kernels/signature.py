@@ -1,4 +1,4 @@
-"""Signatures of rows (RaBitQ; EVIDENCE.md, "The signature sampler"): sign bits of rotated keys, one factor per key.
+"""Signatures of rows (RaBitQ; docs/method.md): sign bits of rotated keys, one factor per key.
 
 Rows come in cells of 256 that share a mean. With x = k − μ and P the basis, the signature of a key is b = sign(P·x),
 its factor f = |x| / ⟨b, P·x/|x|⟩, and f·⟨b, P·q⟩ + q·μ estimates q·k. A signature depends on the rows of its cell and

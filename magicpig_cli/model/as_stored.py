@@ -9,9 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from magicpig_cli.config import ModelOptions
-from magicpig_cli.model.gguf_header import Tensor
+
+if TYPE_CHECKING:
+    from magicpig_cli.model.gguf_header import Tensor
 
 # Not IQ4_NL, IQ4_XS and MXFP4, whose 16 values are unevenly spaced.
 _GIVEN_BACK = frozenset({"Q4_0", "Q4_1", "Q4_K"})

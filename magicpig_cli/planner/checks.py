@@ -95,7 +95,7 @@ def check_signatures(attention: AttentionOptions) -> None:
             hint=f"the default is --budget {DEFAULT_BUDGET}",
         )
     if attention.tail is not None and not 0 <= attention.tail <= 1:
-        raise UsageError(f"--tail {attention.tail:g} is not between 0 and 1", hint="--tail 0.25")
+        raise UsageError(f"--tail {attention.tail:g} is not between 0 and 1", hint="leave it out, or --tail 0.1")
     if attention.bits is not None and (attention.bits % 32 or not 32 <= attention.bits <= MAX_BITS):
         raise UsageError(
             f"--bits {attention.bits} is not a multiple of 32 up to {MAX_BITS}",

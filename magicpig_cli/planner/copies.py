@@ -52,7 +52,7 @@ def copy_buffers(plan: Plan, batch: int) -> Buffers:
         keys = rows * row_bytes(plan.shape.head_dim, plan.row_dtype)
         total += Buffers(DEPTH * aligned(keys), DEPTH * (aligned(keys) + aligned(rows * plan.L * 2)))
     if plan.scans_there:  # the jitter; copies by who builds an index, and in each half by who has a block more
-        total += Buffers(2 * JITTER_ROWS, (halves + 1) * DEPTH * PUT_BYTES)
+        total += Buffers(2 * 2 * JITTER_ROWS, (halves + 1) * DEPTH * PUT_BYTES)
     return total
 
 

@@ -33,7 +33,7 @@ PCIE_LANE_BYTES_S = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9}  # by generation, encod
 PCIE_SHARE = 0.8  # of it that copies of pinned memory reach
 COPY_S = 10e-6  # latency of one copy between host and GPU, and of waiting for it
 COPIES_PER_LAYER = 4  # query and codes to the host, output and LSE back
-SCAN_LAUNCHES, PIECE_LAUNCHES = 25, 13  # of a scan of one sequence and layer, and of each SCAN_KEYS signatures of it
+SCAN_LAUNCHES, PIECE_LAUNCHES = 25, 18  # of a scan of one sequence and layer, and of each SCAN_KEYS signatures of it
 
 Kernels = Callable[[int], tuple[Term, ...]]  # sequences → what the host's kernels take for all sampled layers
 
@@ -179,7 +179,7 @@ class _Machine:
         plan, shape, keys = self.plan, self.plan.shape, self.plan.indexed_keys(self.tokens)
         rate, down = self.rate or float("inf"), self.link[1] if self.link else float("inf")
         group, rows, scans = shape.heads // shape.kv_heads, shape.kv_heads * keys, sequences * self.sampled
-        each = signature_bytes(plan.bits) + 3 * plan.bits // 2 + 56 * group
+        each = signature_bytes(plan.bits) + 14 + 3 * plan.bits // 2 + 80 * group
         launches = SCAN_LAUNCHES + PIECE_LAUNCHES * -(-rows // SCAN_KEYS)
         working, bits = rows * each / rate, shape.heads * keys / 8 / down
         words = (

@@ -40,7 +40,7 @@ class Plan:
     table_ratio: float  # of the offloaded keys, that tables of (K, L) are expected to sample of real text
     budget: float  # of rabitq: share of the indexed keys to sample
     bits: int  # of rabitq, per key
-    tail: float | None  # share of what is sampled that is drawn uniformly; None = the sampler's default
+    tail: float | None  # share of what is sampled that is drawn uniformly; None = DEFAULT_TAIL
     target_error: float | None  # of rabitq: by which each head's budget moves; None = it stays
     sink: int
     local: int

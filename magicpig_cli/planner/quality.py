@@ -13,8 +13,8 @@ _NODES = 41
 
 # Relative error of one attention output, RMS, and the share of keys at which it was measured (EVIDENCE.md section 2):
 # tables (10, 150) 0.059 at 3.8%, where 6.5% of (9, 120) halve the KL, which goes with the square of the error;
-# signatures of 128 bits 0.036 at 2% by a threshold alone; with jitter 0.74 of that, and from 64 to 512 bits, 1 to 8%,
-# as below (docs/decisions/024).
+# signatures of 128 bits 0.036 at 2% by a threshold and a tail; with jitter 0.74 of that. Powers are within 15% of
+# what was measured with 64 to 256 bits and at 0.5 to 8% (docs/decisions/024).
 _TABLES = (0.059, 0.038, 0.43)  # error, share, power
 _SIGNATURES = (0.027, 0.02, 0.85)
 _SIGNATURE_BITS = (128, 0.2)  # bits, power

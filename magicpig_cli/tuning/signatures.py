@@ -109,13 +109,13 @@ class _Pair:
         rate = tail * budget
         taken = round((budget - rate) / (1 - rate) * len(self.ordered))
         threshold = self.ordered[min(max(taken, 1), len(self.ordered)) - 1]
-        u = _probability(self.scores - threshold, self.deviation.clamp_min(_LEAST))
+        u = probability(self.scores - threshold, self.deviation.clamp_min(_LEAST))
         pi = (rate + (1 - rate) * u).clamp_min(_TINY)
         squares = float((self.share * (1 - pi) / pi).sum())
         return SignatureQuality(float(pi.sum()), float(len(pi)), squares, 1)
 
 
-def _probability(above: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+def probability(above: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
     """u [n] of `estimator.signature_probability`, for many keys."""
     z = above / sigma
     x = z + sigma

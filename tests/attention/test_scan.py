@@ -11,7 +11,7 @@ from magicpig_cli.attention import scan as scanning
 from magicpig_cli.cache.signatures_there import BlockThere, by_cell
 from tests.kernels.data import make_basis, make_rows, make_signed, make_table
 
-KEY = (5, 2)
+KEY = (13477, 2)  # the pool of jitter ends within the first 256 rows of kv heads 0 and 1
 
 
 def queries(heads: int, head_dim: int, seed: int = 9) -> np.ndarray:
@@ -25,11 +25,11 @@ def blocks_of(group: kernels.SignedRows) -> list[BlockThere]:
 def scanned(q: np.ndarray, basis, group, budget, tail: float, scale: float):
     """(scores, what the kernels are told was reached) by torch."""
     (found,) = kernels.rabitq_lookup(q, basis, [group], budget=budget, tail=tail, key=KEY, scale=scale, threads=1)
-    sent = (found.tables, found.lines, found.means, found.factor_scale, found.starts)
-    parts, jitter = [torch.from_numpy(part) for part in sent], torch.from_numpy(kernels.jitter_pool().copy())
+    parts = [torch.from_numpy(part) for part in (found.tables, found.lines, found.means, found.factor_scale)]
+    jitter = torch.tensor(kernels.jitter_pool()).repeat(2), found.starts.tolist()
     subset = torch.from_numpy(found.subset)
-    values = scanning.scores(blocks_of(group), parts, jitter)
-    bits, bounds = scanning.scan(blocks_of(group), parts, jitter, subset, int(found.subset[:, 1].max()))
+    values = scanning.scores(blocks_of(group), parts, *jitter)
+    bits, bounds = scanning.scan(blocks_of(group), parts, *jitter, subset, int(found.subset[:, 1].max()))
     reached = kernels.Reached(bits.numpy().view(np.uint64), kernels.bounds_of(found.subset, bounds.numpy()))
     return values.numpy(), reached
 

@@ -11,7 +11,7 @@ import typer
 
 from magicpig_cli.cli import app, chat
 from magicpig_cli.cli.options import GROUPS, SHARED_OPTIONS, command_options
-from magicpig_cli.config import DEFAULT_BITS, DEFAULT_BUDGET, AttentionOptions, Settings
+from magicpig_cli.config import DEFAULT_BITS, DEFAULT_BUDGET, DEFAULT_TAIL, AttentionOptions, Settings
 from magicpig_cli.profiles import BUILT_IN, shipped
 
 
@@ -26,6 +26,7 @@ def test_a_default_that_is_told_is_that_of_every_shipped_profile():
     for profile in (BUILT_IN, *shipped()):
         own = {"sink": {profile.sink}, "local": {profile.local}, "bits": {profile.bits or DEFAULT_BITS}}
         own |= {"budget": {profile.budget or DEFAULT_BUDGET}, "hash_seed": {AttentionOptions().hash_seed}}
+        own |= {"tail": {DEFAULT_TAIL if profile.tail is None else profile.tail}}
         own |= {name: {getattr(table, name) for table in profile.tables} for name in ("K", "L")}
         for name, value in told.items():
             assert own[name] == {value}, (name, profile.name)

@@ -253,7 +253,7 @@ def test_generated_tokens_enter_the_index(tiny_engine):
 
 
 def test_answers_by_graphs_are_the_same_and_what_has_none_is_said_after_the_answer(tiny_engine, capsys, monkeypatch):
-    monkeypatch.setattr(linear, "hold", lambda *_: None)  # as on a GPU: layers of torch
+    monkeypatch.setattr(linear, "hold", lambda *_, **__: None)  # as on a GPU: layers of torch
     monkeypatch.setattr(blocks, "compute_by_kernels", lambda _: 0)
     engine = tiny_engine()
     requests = [("a", prompt(90)), ("b", prompt(70, 1)), ("c", prompt(80, 2))]

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 
+from magicpig_cli import kernels
 from magicpig_cli.attention import scan_there
 from magicpig_cli.cache import signatures
 from magicpig_cli.cache.ring_shape import DEPTH, PUT_BYTES
@@ -204,6 +205,25 @@ def test_where_there_is_no_room_the_cpu_scans_and_it_is_said_once(room):
     assert runner.staging.new_notices() == ([] if room == 5 else [NO_ROOM])
     assert refusing.room == (0 if room == 5 else -1)  # not asked again
     assert copied_bytes(runner) == (2 * 2 * BLOCK_BYTES if room == 5 else 0)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_scan_that_was_begun_goes_on_when_another_half_finds_no_memory(monkeypatch, call):
+    """Copies are let go between those of a call being had and its scan: they live until it has ended."""
+    runner = there(FakeDevice(DELAYS["some"]))
+    look_up, calls = kernels.rabitq_lookup, iter(range(1, 100))
+
+    def giving_up(*args, **options):
+        if next(calls) == call:
+            runner._attention()._sampler._there._give_up()
+        return look_up(*args, **options)
+
+    monkeypatch.setattr(kernels, "rabitq_lookup", giving_up)
+    logits, _sequence = grown(runner)
+    assert torch.equal(logits, grown_on_the_host())
+    assert FakeDevice.current.problems == []
+    assert runner.staging.new_notices() == [NO_ROOM]
+    assert copied_bytes(runner) == 0
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])

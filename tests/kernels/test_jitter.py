@@ -50,3 +50,7 @@ def test_keys_are_taken_in_proportion_to_their_weight(isa):
         taken += [(logits[found[0]] == level).sum() for level in (0.0, -1.0, -2.0)]
     wanted = 20 * budget * count * np.exp([0.0, -1.0, -2.0]) / np.exp([0.0, -1.0, -2.0]).sum()
     assert (np.abs(taken - wanted) < STANDARD_ERRORS * np.sqrt(wanted)).all()
+
+
+def test_the_pool_is_entered_near_its_end_where_other_tests_count_on_it():
+    assert all(kernels.JITTER_ROWS - jitter_start((13477, 2), h) <= 256 for h in (0, 1))

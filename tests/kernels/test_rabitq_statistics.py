@@ -103,6 +103,8 @@ def test_keys_appear_as_often_as_their_probability_says(draws):
         inside = (draws.pi >= low) & (draws.pi < low + 0.1 + 1e-9)
         assert inside.sum() > 1000
         assert abs(draws.hits[inside].mean() - draws.pi[inside].mean()) <= INCLUSION
+    unlikely = draws.pi < 0.1  # most keys: those that jitter alone takes
+    assert 0.9 < draws.hits[unlikely].sum() / draws.pi[unlikely].sum() < 1.1
 
 
 def test_the_unnormalised_estimate_is_right_on_average(draws):

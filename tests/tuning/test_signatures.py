@@ -8,28 +8,37 @@ import numpy as np
 import pytest
 import torch
 
+from magicpig_cli.attention.estimator import signature_probability
 from magicpig_cli.attention.shares import head_shares
-from magicpig_cli.tuning.signatures import error_and_ratio, measure_signatures, squared_errors
+from magicpig_cli.tuning.signatures import error_and_ratio, measure_signatures, probability, squared_errors
 from magicpig_cli.tuning.steps import signing_plan
 from magicpig_cli.tuning.verify import LayerQuality, Replay
 from tests import tolerances
 
-TAIL = 0.25
+TAIL = 0.0
 
 
-def replayed(engine, captured, budget: float, bits: int, seed: int, layer: int, shares=None) -> LayerQuality:
-    plan = replace(signing_plan(engine.plan, budget, shares), bits=bits, tail=TAIL)
+def replayed(engine, captured, budget: float, bits: int, seed: int, layer: int, shares=None, tail=TAIL) -> LayerQuality:
+    plan = replace(signing_plan(engine.plan, budget, shares), bits=bits, tail=tail)
     return dict(Replay(captured, engine.plan, torch.device("cpu"), seed).run([layer], plan))[layer]
 
 
-@pytest.mark.parametrize(("layer", "bits"), [(1, 32), (2, 32), (1, 128)])
-def test_ratio_and_error_are_as_predicted(engine, captured, layer, bits):
+def test_probabilities_are_those_of_the_estimator():
+    above = np.array([-60.0, -12.0, -3.0, -0.5, 0.0, 0.7, 5.0, 30.0])
+    for sigma in (1e-6, 0.3, 1.0, 4.0, 20.0):
+        wanted = signature_probability(above, 0.0, sigma)
+        got = probability(torch.from_numpy(above), torch.full((len(above),), sigma, dtype=torch.float64))
+        assert got.numpy() == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize(("layer", "bits", "tail"), [(1, 32, 0.0), (2, 32, 0.25), (1, 128, 0.0)])
+def test_ratio_and_error_are_as_predicted(engine, captured, layer, bits, tail):
     """Over 8 rotations. As with tables the error is off by a factor that is about the same at every budget."""
     factors = []
     for budget in (0.05, 0.1, 0.2):
-        predicted = measure_signatures(captured, captured.layer(layer), bits, TAIL, [budget])
+        predicted = measure_signatures(captured, captured.layer(layer), bits, tail, [budget])
         error, ratio = error_and_ratio([predicted], budget)
-        runs = [replayed(engine, captured, budget, bits, 100 * n, layer) for n in range(8)]
+        runs = [replayed(engine, captured, budget, bits, 100 * n, layer, tail=tail) for n in range(8)]
         assert ratio == pytest.approx(budget, rel=tolerances.SAMPLED_RATIO)
         assert np.mean([run.ratio for run in runs]) == pytest.approx(ratio, rel=2 * tolerances.SAMPLED_RATIO)
         factors.append(np.sqrt(np.mean([run.squares.mean() for run in runs])) / error)

@@ -125,8 +125,8 @@ def lsh_attend(
 
 
 def _taken(
-    q: np.ndarray, packed: np.ndarray, groups: Sequence[SignedRows], rates: np.ndarray, shares: np.ndarray,
-    key: tuple[int, int], scale: float, elsewhere: Elsewhere = (),
+    q: np.ndarray, packed: np.ndarray, groups: Sequence[SignedRows], jitter: np.ndarray, rates: np.ndarray,
+    shares: np.ndarray, key: tuple[int, int], scale: float, elsewhere: Elsewhere = (),
 ) -> list[list[Taken]]:  # fmt: skip
     H = q.shape[1]
 
@@ -134,7 +134,7 @@ def _taken(
         there = elsewhere[b] if elsewhere else None
         given = None if there is None else (there[0][h], there[1][h])
         kv_head = h * groups[b].table.kv_heads // H
-        return Taken(q[b, h], packed, groups[b], scale, rates[b, h], shares[b, h], key, kv_head, given)
+        return Taken(q[b, h], packed, groups[b], scale, rates[b, h], shares[b, h], jitter, key, kv_head, given)
 
     return [[of_head(b, h) for h in range(H)] for b in range(len(groups))]
 
@@ -144,7 +144,9 @@ def rabitq_sample(
     rates: np.ndarray, shares: np.ndarray, key: tuple[int, int], scale: float, threads: int,
 ) -> list[list[np.ndarray]]:  # fmt: skip
     """Sampled rows of every sequence and query head."""
-    return [[of_head.rows for of_head in heads] for heads in _taken(q, packed, groups, rates, shares, key, scale)]
+    return [
+        [of_head.rows for of_head in heads] for heads in _taken(q, packed, groups, jitter, rates, shares, key, scale)
+    ]
 
 
 def rabitq_attend(
@@ -166,7 +168,7 @@ def rabitq_attend(
 ) -> Estimate:
     """See `_estimate`."""
     began = time.perf_counter_ns()
-    taken = _taken(q, packed, groups, rates, shares, key, scale, elsewhere)
+    taken = _taken(q, packed, groups, jitter, rates, shares, key, scale, elsewhere)
     found = [[of_head.rows for of_head in heads] for heads in taken]
 
     def sampled(b: int, h: int, kv_head: int, keys: np.ndarray) -> tuple[np.ndarray, float]:

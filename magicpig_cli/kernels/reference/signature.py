@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from magicpig_cli.kernels.jitter import head_seed, jitter_pool, jitter_start
+from magicpig_cli.kernels.jitter import head_seed, jitter_start
 from magicpig_cli.kernels.reference.rows import nearest_bfloat16
 from magicpig_cli.kernels.rows import widen
 from magicpig_cli.kernels.signature_shape import (
@@ -84,7 +84,9 @@ def look_up_tables(projected: np.ndarray) -> tuple[np.ndarray, float, float]:
 class Scores:
     """Scores int16 [n] of the rows of one sequence and query head: estimated logits and jitter in units of `unit`."""
 
-    def __init__(self, q: np.ndarray, packed: np.ndarray, group: SignedRows, key: tuple[int, int], h: int) -> None:
+    def __init__(
+        self, q: np.ndarray, packed: np.ndarray, group: SignedRows, jitter: np.ndarray, key: tuple[int, int], h: int
+    ) -> None:
         """q float64 [D], times the scale of the logits; h: kv head."""
         table, step, offset = look_up_tables(packed @ q)
         self.table = table
@@ -96,7 +98,7 @@ class Scores:
         self.noise = len(table) * step**2 / 12  # variance of step·Σ table, by its rounding
         pairs = np.stack([codes & 15, codes >> 4], axis=1)  # [n/32, 2, bits/4, 16]
         sums = table[np.arange(len(table))[:, None], pairs].sum(axis=2, dtype=np.int64).reshape(-1)
-        self.jitter = jitter_pool()[(jitter_start(key, h) + np.arange(len(sums))) % JITTER_ROWS].astype(np.int64)
+        self.jitter = jitter[(jitter_start(key, h) + np.arange(len(sums))) % JITTER_ROWS].astype(np.int64)
         self.unit, self.values = self._scored(sums, step, offset, of_means, len(table))
 
     def _scored(
@@ -159,16 +161,17 @@ def rabitq_scores(
     scale: float, threads: int,
 ) -> tuple[list[np.ndarray], np.ndarray]:  # fmt: skip
     """Scores int16 [H, n] of every sequence, and their units float32 [B, H]."""
-    found = [[_scores(q[b, h], packed, group, key, scale, h, q.shape[1]) for h in range(q.shape[1])]
+    found = [[_scores(q[b, h], packed, group, jitter, key, scale, h, q.shape[1]) for h in range(q.shape[1])]
              for b, group in enumerate(groups)]  # fmt: skip
     units = np.array([[of_head.unit for of_head in heads] for heads in found], dtype=np.float32)
     return [np.stack([of_head.values for of_head in heads]) for heads in found], units.reshape(q.shape[:2])
 
 
 def _scores(
-    q: np.ndarray, packed: np.ndarray, group: SignedRows, key: tuple[int, int], scale: float, h: int, heads: int
-) -> Scores:
-    return Scores(q.astype(np.float64) * scale, packed, group, key, h * group.table.kv_heads // heads)
+    q: np.ndarray, packed: np.ndarray, group: SignedRows, jitter: np.ndarray, key: tuple[int, int], scale: float,
+    h: int, heads: int,
+) -> Scores:  # fmt: skip
+    return Scores(q.astype(np.float64) * scale, packed, group, jitter, key, h * group.table.kv_heads // heads)
 
 
 def rabitq_lookup(
@@ -179,7 +182,7 @@ def rabitq_lookup(
     centre, share and share of the jitter int32 [H, 4], scores of the means int16 [H, cells]."""
     parts = []
     for b, group in enumerate(groups):
-        heads = [_scores(q[b, h], packed, group, key, scale, h, q.shape[1]) for h in range(q.shape[1])]
+        heads = [_scores(q[b, h], packed, group, jitter, key, scale, h, q.shape[1]) for h in range(q.shape[1])]
         tables = np.stack([of_head.table for of_head in heads])
         lines = np.array([of_head.line for of_head in heads], dtype=np.int32)
         parts.append((tables, lines, np.stack([of_head.of_means for of_head in heads])))
@@ -191,13 +194,13 @@ class Taken:
 
     def __init__(
         self, q: np.ndarray, packed: np.ndarray, group: SignedRows, scale: float, rate: float, share: float,
-        key: tuple[int, int], h: int, elsewhere: tuple[np.ndarray, int] | None = None,
+        jitter: np.ndarray, key: tuple[int, int], h: int, elsewhere: tuple[np.ndarray, int] | None = None,
     ) -> None:  # fmt: skip
         """q [D]; rate of the uniform tail; share of the rows that the threshold is to take; h: kv head; elsewhere: the
         rows that reach the threshold as bits uint64 [n/64], and the threshold, where somebody else has compared."""
         self._q, (self._bits, D) = q.astype(np.float64) * scale, packed.shape
         self._share = rotation_share(self._bits, D)
-        self.scores = Scores(self._q, packed, group, key, h)
+        self.scores = Scores(self._q, packed, group, jitter, key, h)
         values = self.scores.values.astype(np.int64)
         bound = threshold(self.scores.values, share) if elsewhere is None else int(elsewhere[1])
         reached = values >= bound
