@@ -23,6 +23,7 @@ from magicpig_cli.tuning.steps import signing_plan
 from magicpig_cli.tuning.verify import LayerQuality, Quality
 
 _DIGITS = 2  # of a budget that is chosen
+_SAME_BUDGET = 0.05  # relative; the error that is measured differs by more from draw to draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,15 @@ class BudgetSearch:
         errors = _logs(self._curves[0])  # which fall while budgets grow
         budget = math.exp(np.interp(wanted, errors[::-1], _logs(BUDGETS)[::-1]))
         return self.candidate(_clipped(_rounded(budget)))
+
+    def untried(self) -> BudgetCandidate | None:
+        """The same if it is worth measuring: not where it was, nor where one so near that meets the target was."""
+        best = self.best()
+        for known in self.known():
+            near = abs(known.budget / best.budget - 1) < _SAME_BUDGET
+            if known.budget == best.budget or (near and self.meets(known)):
+                return None
+        return best
 
     def _predicted(self, budget: float) -> tuple[float, float]:
         """Error and ratio."""

@@ -20,7 +20,6 @@ from magicpig_cli.tuning.verify import LayerQuality, Quality, Replay
 
 VERIFIED = 3  # pairs that are reported with measured figures
 _ROUNDS = 3  # of choosing again after what was measured
-_SAME_BUDGET = 0.05  # relative; the error that is measured differs by more from draw to draw
 _ROOM = 3.0  # standard errors that the tuning text must stay below the target by, for other text to meet it
 
 
@@ -108,8 +107,8 @@ class Trial:
             return []
         search.cost = self.search.cost
         for _ in range(_ROUNDS):
-            candidate = search.best()
-            if any(abs(known.budget / candidate.budget - 1) < _SAME_BUDGET for known in search.known()):
+            candidate = search.untried()
+            if candidate is None:
                 break
             yield from self._measure(candidate, candidate.sampled_layers)
             measured = self.measured[key_of(candidate)]

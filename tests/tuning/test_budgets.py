@@ -45,6 +45,18 @@ def test_what_was_measured_moves_the_next_try(engine):
     assert search.best().budget == pytest.approx(0.06)
 
 
+def test_a_budget_that_misses_its_target_by_little_is_not_the_last_that_is_tried(engine):
+    search = make_search(engine, Goal(error=0.05, ratio=None))
+    assert search.untried() == search.best()
+    search.measured[0.02] = measured(0.0498)
+    assert search.untried() is None  # 0.02 again
+    search.room = 1.03
+    assert search.untried() == search.candidate(0.021)  # near, but 0.02 does not meet the target with that room
+    search.measured[0.021] = measured(0.048)
+    assert search.untried() is None
+    assert search.known()[0].budget == 0.021
+
+
 def test_the_best_of_those_measured(engine):
     search = make_search(engine, Goal(error=0.05, ratio=None))
     search.measured |= {0.02: measured(0.06), 0.04: measured(0.03), 0.03: measured(0.04)}
