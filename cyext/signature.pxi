@@ -369,8 +369,8 @@ cdef Parts _take_signed(Signed signed, groups, Tables sources, rates, shares, ke
 
 
 def rabitq_attend(const float[:, :, ::1] q, const float[:, :, ::1] packed, float share, groups,
-                  const int16_t[::1] jitter, const float[::1] weights, rates, shares, key, float scale, float softcap, int threads, runs,
-                  bint with_error, taken):
+                  const int16_t[::1] jitter, const float[::1] weights, rates, shares, key, float scale, float softcap,
+                  int threads, runs, bint with_error, taken):
     """See _attend_all and _give_taken."""
     cdef int64_t began = now_ns()
     cdef Memory times = Memory(threads * 64)

@@ -15,7 +15,7 @@ from magicpig_cli.engine.step import Step
 class Usage:
     """Keys that were sampled, of how many, and what their index takes."""
 
-    index_bytes_per_token: float | None  # of one layer and KV head, None: there is no index
+    index_bytes_per_token: float | None  # of one layer and KV head; None: there is no index
     sampled: int = 0
     offloaded: int = 0
 

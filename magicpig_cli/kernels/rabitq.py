@@ -113,12 +113,19 @@ def rabitq_lookup(
     _, shares = _want_budget(q, budget, tail, key)
     _want_signed(q, basis, groups, threads)
     made = isa.backend().rabitq_lookup(q, basis.packed(), groups, jitter_pool(), key, scale, threads)
-    kv_heads = groups[0].table.kv_heads if groups else 0
-    starts = np.array([jitter_start(key, h) for h in range(kv_heads)], dtype=np.int64)
+    starts = _starts(key, groups[0].table.kv_heads if groups else 0)
     return [
         Lookup(tables, lines, means, _factor_scale(group), starts, _subsets(group.n, of_heads.tobytes()).copy())
         for group, (tables, lines, means), of_heads in zip(groups, made, shares, strict=True)
     ]
+
+
+@lru_cache(maxsize=256)
+def _starts(key: tuple[int, int], kv_heads: int) -> np.ndarray:
+    """`Lookup.starts` of a layer, the same in every step."""
+    starts = np.array([jitter_start(key, h) for h in range(kv_heads)], dtype=np.int64)
+    starts.flags.writeable = False
+    return starts
 
 
 def _factor_scale(group: SignedRows) -> np.ndarray:

@@ -51,14 +51,14 @@ class BudgetCandidate:
         return signing_plan(plan, self.budget, self.head_shares)
 
 
-def most(plan: Plan) -> Plan:
-    """The plan of signatures that takes most: whatever the shares of heads will be, each keeps a draw of its own."""
-    return signing_plan(plan, BUDGETS[0], dict.fromkeys(plan.shape.full_layers, (1.0,) * plan.shape.heads))
+def signatures_alone(plan: Plan) -> Plan:
+    """A plan of signatures, for what these take: that depends neither on the budget nor on how heads share it."""
+    return signing_plan(plan, BUDGETS[0])
 
 
 def fits(plan: Plan, context: int, goal: Goal) -> bool:
     """Whether rows and signatures of one sequence of the context have room."""
-    signing, limit = most(plan), goal.memory_bytes
+    signing, limit = signatures_alone(plan), goal.memory_bytes
     small = limit is None or signing.index_bytes(context) <= limit
     return small and signing.sequence_bytes(context) <= signing.budget_bytes
 

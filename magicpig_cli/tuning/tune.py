@@ -16,7 +16,7 @@ from magicpig_cli.hardware import Speeds
 from magicpig_cli.planner import Plan
 from magicpig_cli.tuning import kept
 from magicpig_cli.tuning.angles import Angles, measure_angles
-from magicpig_cli.tuning.budgets import BudgetCandidate, BudgetSearch, fits, most
+from magicpig_cli.tuning.budgets import BudgetCandidate, BudgetSearch, fits, signatures_alone
 from magicpig_cli.tuning.capture import STEPS, Capture, baseline, capture
 from magicpig_cli.tuning.cost import CostModel
 from magicpig_cli.tuning.grid import Grid
@@ -125,7 +125,7 @@ def _fitting(plan: Plan, context: int, goal: Goal, grid: Grid) -> tuple[dict[Siz
         return fitting(plan, context, goal, grid), None
     except MemoryBudgetError as problem:
         if not fits(plan, context, goal):
-            need = format_bytes(most(plan).index_bytes(context))
+            need = format_bytes(signatures_alone(plan).index_bytes(context))
             raise MemoryBudgetError(f"{problem.message}; signatures need {need}", problem.hint) from None
         return {}, problem.message
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from magicpig_cli.tuning.budgets import BudgetSearch, fits, most
+from magicpig_cli.tuning.budgets import BudgetSearch, fits, signatures_alone
 from magicpig_cli.tuning.cost import CostModel
 from magicpig_cli.tuning.search import Goal
 from magicpig_cli.tuning.signatures import BUDGETS, SignatureQuality
@@ -72,6 +72,6 @@ def test_a_ratio_is_the_budget_rounded_down(engine):
 
 
 def test_a_limit_of_memory_that_signatures_exceed(engine):
-    need = most(engine.plan).index_bytes(CONTEXT)
+    need = signatures_alone(engine.plan).index_bytes(CONTEXT)
     assert fits(engine.plan, CONTEXT, Goal(error=0.1, ratio=None, memory_bytes=need))
     assert not fits(engine.plan, CONTEXT, Goal(error=0.1, ratio=None, memory_bytes=need - 1))

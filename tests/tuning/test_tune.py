@@ -16,7 +16,7 @@ from magicpig_cli.events import Working
 from magicpig_cli.hardware import probe
 from magicpig_cli.profiles import Match
 from magicpig_cli.tuning import report
-from magicpig_cli.tuning.budgets import BudgetSearch, most
+from magicpig_cli.tuning.budgets import BudgetSearch, signatures_alone
 from magicpig_cli.tuning.grid import parse_grid
 from magicpig_cli.tuning.search import Goal, Search
 from magicpig_cli.tuning.signatures import BUDGETS, SignatureQuality
@@ -114,7 +114,7 @@ def test_one_pair_alone(engine):
 
 
 def test_where_no_tables_fit_signatures_alone_are_tried(engine):
-    need = most(engine.plan).index_bytes(CONTEXT)
+    need = signatures_alone(engine.plan).index_bytes(CONTEXT)
     tuned, events = run(engine, Goal(error=0.2, ratio=None, memory_bytes=need))
     (why,) = (event.text for event in events if isinstance(event, Notice) and "signatures alone" in event.text)
     assert "no pair of the grid fits: K=4 L=20 needs" in why
