@@ -13,6 +13,8 @@ from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t,
 from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
 
+from magicpig_cli.kernels.memory import kept_array
+
 
 cdef extern from *:
     """
@@ -63,7 +65,7 @@ cdef extern from "rows.h" nogil:
     void add_packed(const float* x, int head_dim, int type, float factor, float* out)
     void store_values(const float* x, int head_dim, int type, char* half)
     void prefetch(const char* at, int64_t bytes)
-    void fetch_start(fetch_t* fetch, const row_t* rows, int n, int64_t bytes)
+    void fetch_start(fetch_t* fetch, const row_t* rows, int n, int64_t bytes, int passes)
     void fetch_lines(fetch_t* fetch, int count)
     void rows_dot(const float* x, int64_t stride, int heads, const row_t* rows, int n, int head_dim, int type,
                   fetch_t* fetch, float* out)

@@ -29,17 +29,10 @@ cdef void _set_job(HashJob* job, const float[:, :, :, ::1] packed, const float[:
     job.scratch, job.scratch_floats, job.count = &scratch[0, 0], scratch.shape[1], count
 
 
-cdef object _on_cache_lines(shape):
-    """Zeroed float32 array that starts on a cache line: a load that crosses lines costs twice."""
-    memory = np.zeros(np.prod(shape) + 16, dtype=np.float32)
-    first = -(memory.ctypes.data // 4) % 16
-    return memory[first : first + np.prod(shape)].reshape(shape)
-
-
 def pack_projection(const float[:, ::1] matrix, int K, int L):
     """float32 [D, L·K] → float32 [table block, K, D, VW]."""
     cdef int D = matrix.shape[0], block
-    packed = _on_cache_lines((table_blocks(L), K, D, VW))
+    packed = kept_array((table_blocks(L), K, D, VW), np.float32)
     cdef float[:, :, :, ::1] view = packed
     for block in range(table_blocks(L)):
         pack_projection_block(&matrix[0, 0], D, K, L, block, &view[block, 0, 0, 0])

@@ -146,12 +146,12 @@ cdef void _attend_sampled(int64_t item, const AttendJob* job) noexcept nogil:
         return
     _set_heads(piece, job, heads, mu)
     _rows_of_ids(rows, piece.kv_head, part.start, ids[0], n, tile[0])
-    fetch_start(&fetch, tile[0], n, rows.row_bytes)
+    fetch_start(&fetch, tile[0], n, rows.row_bytes, 1)
     fetch_lines(&fetch, ALL_LINES)
     while n > 0:
         ahead = _next_tile(&scan, ids[1 - now])
         _rows_of_ids(rows, piece.kv_head, part.start, ids[1 - now], ahead, tile[1 - now])
-        fetch_start(&fetch, tile[1 - now], ahead, rows.row_bytes)
+        fetch_start(&fetch, tile[1 - now], ahead, rows.row_bytes, 3)  # distances, products, sums
         about.rows, about.ids, about.n = tile[now], ids[now], n
         _measure(&about, piece, shape, view.spread != NULL, mu, &fetch)
         for g in range(shape.G):

@@ -113,19 +113,15 @@ def segment_codes(segment):
     return result
 
 
-def truncate_segment(segment, int64_t n, int threads):
+def truncate_segment(segment, int64_t n, uint16_t[:, :, ::1] offsets, uint16_t[:, :, ::1] ids, int threads):
     """Offsets and ids without the ids from n on, which stand at the end of every bucket."""
     cdef const uint16_t[:, :, ::1] old_offsets = segment.offsets, old_ids = segment.ids
     cdef ShortenJob job
-    all_offsets = np.empty_like(segment.offsets)
-    all_ids = np.empty((old_ids.shape[0], old_ids.shape[1], n), dtype=np.uint16)
-    cdef uint16_t[:, :, ::1] offsets = all_offsets, ids = all_ids
     job.old_offsets, job.old_ids, job.old_n = &old_offsets[0, 0, 0], &old_ids[0, 0, 0], segment.n
     job.offsets, job.ids, job.n, job.buckets = &offsets[0, 0, 0], &ids[0, 0, 0], n, old_offsets.shape[2] - 1
     cdef double ns = <double>old_ids.size
     with nogil:
         crew_run(threads, ns, old_ids.shape[0] * old_ids.shape[1], _shorten, &job)
-    return all_offsets, all_ids
 
 
 cdef struct ShortenJob:

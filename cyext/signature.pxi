@@ -33,7 +33,7 @@ cdef inline const uint16_t* _mean_of(const Cell* cell, int64_t kv_head) noexcept
 def pack_basis(const float[:, ::1] matrix):
     """float32 [bits, D] → [bits/4, D, 4]."""
     cdef int bits = matrix.shape[0], D = matrix.shape[1]
-    packed = _on_cache_lines((bits // 4, D, 4))
+    packed = kept_array((bits // 4, D, 4), np.float32)
     cdef float[:, :, ::1] view = packed
     pack_basis_rows(&matrix[0, 0], bits, D, &view[0, 0, 0])
     return packed
@@ -273,7 +273,7 @@ cdef void _with_means(const ScanJob* job, const Unit* unit, int64_t first, int n
     cdef float* to
     for i in range(n):
         at[i] = <row_t>_mean_of(unit.cells + first + i, unit.kv_head)
-    fetch_start(&fetch, at, 0, 0)
+    fetch_start(&fetch, at, 0, 0, 1)
     while g < job.G:
         heads = 4 if g + 3 < job.G else 2 if g + 1 < job.G else 1
         rows_dot(unit.packed + <int64_t>g * job.packed, job.packed, heads, at, n, job.D, BFLOAT16, &fetch, dots)

@@ -131,6 +131,7 @@ static inline void prefetch(const char *at, int64_t bytes) {
 typedef struct {
     const row_t *rows;
     int left;
+    int per_pass; /* lines */
     int64_t bytes;
     const char *at, *end;
 } fetch_t;
@@ -140,8 +141,10 @@ static inline void fetch_row(fetch_t *fetch) {
     fetch->end = *fetch->rows + fetch->bytes;
 }
 
-static inline void fetch_start(fetch_t *fetch, const row_t *rows, int n, int64_t bytes) {
-    fetch->rows = rows, fetch->left = n, fetch->bytes = bytes;
+/* `passes`: how often what is at hand is gone over meanwhile, row by row; each pass fetches its share of the lines. */
+static inline void fetch_start(fetch_t *fetch, const row_t *rows, int n, int64_t bytes, int passes) {
+    const int lines = (int)((bytes + 63) / 64 + (bytes % 64 > 0)); /* rows may begin within one */
+    fetch->rows = rows, fetch->left = n, fetch->bytes = bytes, fetch->per_pass = (lines + passes - 1) / passes;
     if (n) fetch_row(fetch);
 }
 
@@ -156,8 +159,6 @@ static inline void fetch_lines(fetch_t *fetch, int count) {
         }
     }
 }
-
-#define LINES_PER_ROW 2 /* fetched per row of products; sums fetch one per row and block of accumulators */
 
 /* What is summed over a row: its products with vectors, or the squares of its differences from one. ALIKE are products
  * summed in one order for any number of vectors; PRODUCTS take another one, with more chains, for a single vector. */
@@ -213,7 +214,7 @@ static INLINE void sum_tile(const float *x, int64_t stride, int heads, const row
         row_t at[4];
         UNROLL for (int i = 0; i < count; i++) at[i] = rows[r + i < n ? r + i : n - 1];
         sum_rows(x, stride, heads, at, head_dim, type, what, out + r);
-        fetch_lines(fetch, count * LINES_PER_ROW);
+        fetch_lines(fetch, count * fetch->per_pass);
     }
     if (type == INT8 && what == PRODUCTS)
         for (int r = 0; r < n; r++)
@@ -249,9 +250,9 @@ static OUTLINE void rows_distance(const float *x, const row_t *rows, int n, int 
 #undef DISTANCE
 }
 
-/* `chunks` chunks of rows_add in registers; the last has `left` elements. */
+/* `chunks` chunks of rows_add in registers; the last has `left` elements. Fetches `lines` per row. */
 static INLINE void add_chunks(const float *p, int heads, const row_t *rows, int n, int64_t offset, int type,
-        int chunks, int left, fetch_t *fetch, const float *factor, float *sum, int64_t stride) {
+        int chunks, int left, fetch_t *fetch, int lines, const float *factor, float *sum, int64_t stride) {
     vf acc[4][16];
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int c = 0; c < 2 * chunks; c++)
@@ -266,26 +267,34 @@ static INLINE void add_chunks(const float *p, int heads, const row_t *rows, int 
                 acc[h][2 * c + 1] = vf_fma(weight, b, acc[h][2 * c + 1]);
             }
         }
-        fetch_lines(fetch, 1);
+        if (lines == 1) fetch_lines(fetch, 1); /* without a loop: one of eight blocks per row on AVX2 */
+        else fetch_lines(fetch, lines);
     }
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int c = 0; c < 2 * chunks; c++) vf_store(sum + h * stride + c * VW, acc[h][c]);
 }
 
+/* A row in blocks of as many chunks as there are accumulators for: 8, or 16 where there are 32 registers. */
 static INLINE void add_tile(float *p, int heads, const row_t *rows, int n, int head_dim, int type, fetch_t *fetch,
         const float *factor, float *sum, int64_t stride) {
     const int64_t width = value_bytes(type), value = half_bytes(head_dim, type);
-    const int chunks = (VW < 16 ? 4 : 8) / heads; /* 8 accumulators, 16 where there are 32 registers */
+    const int most = (VW < 16 ? 4 : 8) / heads, chunks = (head_dim + CHUNK - 1) / CHUNK;
+    const int blocks = chunks / most + __builtin_popcount((unsigned)(chunks % most)); /* or one more */
+    const int lines = (fetch->per_pass + blocks - 1) / blocks;
     int d = 0;
     if (type == INT8)
         for (int r = 0; r < n; r++)
             for (int h = 0; h < heads; h++) p[h * TILE + r] *= scale_at(rows[r] + value, head_dim);
-    for (; d + chunks * CHUNK <= head_dim; d += chunks * CHUNK)
-        add_chunks(p, heads, rows, n, value + d * width, type, chunks, CHUNK, fetch, factor, sum + d, stride);
-    for (; d + CHUNK <= head_dim; d += CHUNK)
-        add_chunks(p, heads, rows, n, value + d * width, type, 1, CHUNK, fetch, factor, sum + d, stride);
+#define ADD_CHUNKS(COUNT) \
+    for (; COUNT <= most && d + COUNT * CHUNK <= head_dim; d += COUNT * CHUNK) \
+        add_chunks(p, heads, rows, n, value + d * width, type, COUNT, CHUNK, fetch, lines, factor, sum + d, stride);
+    ADD_CHUNKS(8)
+    ADD_CHUNKS(4)
+    ADD_CHUNKS(2)
+    ADD_CHUNKS(1)
+#undef ADD_CHUNKS
     if (d < head_dim)
-        add_chunks(p, heads, rows, n, value + d * width, type, 1, head_dim - d, fetch, factor, sum + d, stride);
+        add_chunks(p, heads, rows, n, value + d * width, type, 1, head_dim - d, fetch, lines, factor, sum + d, stride);
 }
 
 /* sum_h = factor_h·sum_h + Σ_r p[h][r]·V_r for `heads` packed sums `stride` floats apart; p, [heads][TILE], is used

@@ -34,6 +34,7 @@ from magicpig_cli import kernels
 from magicpig_cli.cache.layer import LayerCache
 from magicpig_cli.cache.store import as_tensor
 from magicpig_cli.errors import MagicpigError
+from magicpig_cli.kernels.memory import kept_array
 
 FORMAT = "magicpig-cache"
 VERSION = 2  # 1: no signatures
@@ -177,7 +178,9 @@ class SavedCache:
         """A verified copy of a tensor. Raises MagicpigError."""
         _, _, start, stop = self._tensor(name)
         self._verify(start, stop)
-        copy: np.ndarray = self._raw(name).copy()
+        raw = self._raw(name)
+        copy = kept_array(raw.shape, raw.dtype)
+        copy[...] = raw
         return copy
 
     def _stored(self, layer: int, start: int, stop: int) -> Iterator[np.ndarray]:

@@ -21,6 +21,7 @@ from magicpig_cli import kernels
 from magicpig_cli.cache.base import Index, IndexReader, SavedTensor
 from magicpig_cli.cache.store import RowStore
 from magicpig_cli.kernels import SIGNATURE_ROWS, SignatureBasis, SignatureBlock, SignedRows
+from magicpig_cli.kernels.memory import kept_arrays
 
 JOINED = 16  # blocks of one size that become one: copies 18 bytes per row and KV head with 128 bits
 
@@ -29,8 +30,7 @@ def first_rows(block: SignatureBlock, rows: int) -> SignatureBlock:
     """The first rows of a block, a multiple of SIGNATURE_ROWS, in memory of their own."""
     if rows == block.n:
         return block
-    parts = (block.codes[:, : rows // 32], block.factors[:, :rows], block.means[:, : rows // SIGNATURE_ROWS])
-    return SignatureBlock(*map(np.ascontiguousarray, parts))
+    return _copied([(block.codes[:, : rows // 32], block.factors[:, :rows], block.means[:, : rows // SIGNATURE_ROWS])])
 
 
 def up_to(blocks: Sequence[SignatureBlock], rows: int) -> list[SignatureBlock]:
@@ -45,11 +45,17 @@ def up_to(blocks: Sequence[SignatureBlock], rows: int) -> list[SignatureBlock]:
 
 def joined(blocks: Sequence[SignatureBlock]) -> SignatureBlock:
     """One block of the rows of several that follow each other."""
-    return SignatureBlock(
-        np.concatenate([block.codes for block in blocks], axis=1),
-        np.concatenate([block.factors for block in blocks], axis=1),
-        np.concatenate([block.means for block in blocks], axis=1),
-    )
+    return _copied([(block.codes, block.factors, block.means) for block in blocks])
+
+
+def _copied(parts: Sequence[tuple[np.ndarray, ...]]) -> SignatureBlock:
+    """Codes, factors and means of neighbours in one block, in memory of its own."""
+    sources = list(zip(*parts, strict=True))  # of codes, of factors, of means
+    kinds = [((s[0].shape[0], sum(a.shape[1] for a in s), *s[0].shape[2:]), s[0].dtype) for s in sources]
+    made = kept_arrays(*kinds)
+    for arrays, array in zip(sources, made, strict=True):
+        np.concatenate(arrays, axis=1, out=array)
+    return SignatureBlock(*made)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 from magicpig_cli.config import MAX_K
 from magicpig_cli.kernels import isa
 from magicpig_cli.kernels.checks import MAX_TABLES, want_array, want_int, want_strided
-from magicpig_cli.kernels.memory import large_array, touch
+from magicpig_cli.kernels.memory import kept_arrays, touch
 
 MAX_SEGMENT_ROWS = 65_472  # a multiple of 64, below 2**16
 MAX_TAIL_ROWS = 4_096
@@ -58,6 +58,11 @@ def want_hash_shape(K: int, L: int) -> None:
     want_int("L", L, 2, MAX_TABLES)
 
 
+def _room(kv_heads: int, L: int, K: int, n: int) -> tuple[np.ndarray, ...]:
+    """Memory for offsets and ids of a segment."""
+    return kept_arrays(((kv_heads, L, (1 << K) + 1), np.uint16), ((kv_heads, L, n), np.uint16))
+
+
 class Joining:
     """A segment in the making: neighbouring segments and the rows after them, a few tables at a time.
 
@@ -82,8 +87,7 @@ class Joining:
         self.items = kv_heads * L  # tables of all kv heads, h·L + l
         self.done = 0
         n = end - start + rows
-        offsets = large_array((kv_heads, L, (1 << K) + 1), np.uint16)
-        self._segment = Segment(start, n, K, L, offsets, large_array((kv_heads, L, n), np.uint16))
+        self._segment = Segment(start, n, K, L, *_room(kv_heads, L, K, n))
         self._touched: Future[None] | None = None
 
     @property
@@ -164,7 +168,8 @@ def truncate_segment(segment: Segment, n: int, threads: int) -> Segment:
     want_int("threads", threads, 1)
     if n == segment.n:
         return segment
-    offsets, ids = isa.backend().truncate_segment(segment, n, threads)
+    offsets, ids = _room(segment.ids.shape[0], segment.L, segment.K, n)
+    isa.backend().truncate_segment(segment, n, offsets, ids, threads)
     return Segment(segment.start, n, segment.K, segment.L, offsets, ids)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from magicpig_cli.kernels import isa
 from magicpig_cli.kernels.checks import MAX_HEAD_DIM, want_array, want_int
-from magicpig_cli.kernels.memory import large_array
+from magicpig_cli.kernels.memory import kept_arrays
 from magicpig_cli.kernels.rows import RowTable, want_run
 from magicpig_cli.kernels.signature_shape import (
     SIGNATURE_GROUP,
@@ -151,8 +151,10 @@ def sign_rows(table: RowTable, start: int, stop: int, basis: SignatureBasis, thr
     if basis.head_dim != table.head_dim:
         raise ValueError(f"basis: want a head dim of {table.head_dim}, got {basis.head_dim}")
     heads, n = table.kv_heads, stop - start
-    codes = large_array((heads, n // SIGNATURE_GROUP, basis.bits // 4, 16), np.uint8)
-    factors = np.empty((heads, n), dtype=np.uint16)
-    means = np.empty((heads, n // SIGNATURE_ROWS, table.head_dim), dtype=np.uint16)
+    codes, factors, means = kept_arrays(
+        ((heads, n // SIGNATURE_GROUP, basis.bits // 4, 16), np.uint8),
+        ((heads, n), np.uint16),
+        ((heads, n // SIGNATURE_ROWS, table.head_dim), np.uint16),
+    )
     isa.backend().sign_rows(table, start, stop, basis.packed(), codes, factors, means, threads)
     return SignatureBlock(codes, factors, means)

@@ -19,7 +19,7 @@ from torch import nn
 
 from magicpig_cli import kernels
 from magicpig_cli.cache.store import as_array
-from magicpig_cli.kernels.memory import Arena, large_array
+from magicpig_cli.kernels.memory import Arena, kept_array
 
 Form = Literal["float32", "bfloat16", "int8", "int4"]
 
@@ -45,7 +45,7 @@ class Products:
         """A weight [n, K = inner] as float32, int8 without its scale; valid until the next call."""
         size = len(weight) * inner
         if self._buffer is None or len(self._buffer) < size:
-            self._buffer = torch.from_numpy(large_array((max(size, BUFFER_VALUES),), np.float32))
+            self._buffer = torch.from_numpy(kept_array((max(size, BUFFER_VALUES),), np.float32))
         room = self._buffer[:size].view(-1, inner)
         if weight.dtype != torch.uint8 or scale is None:
             return room.copy_(weight)

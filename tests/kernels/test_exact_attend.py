@@ -48,6 +48,16 @@ def test_equals_softmax(isa, head_dim, counts, group, dtype, softcap, seed):
     assert_exact(done, q, [t.read(0, n) for t, n in zip(tables, counts, strict=True)], head_dim**-0.5, softcap)
 
 
+@pytest.mark.parametrize("dtype", ROW_TYPES)
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_head_dims_of_every_number_of_vectors(isa, dtype, group):
+    """Sums take a row in blocks of as many vectors as there are registers for, then of fewer."""
+    for head_dim in (*range(16, 513, 16), 120, 248, 500):
+        table, q = make_table(make_rows(1, 70, head_dim), dtype, 50), queries(1, group, head_dim)
+        done = kernels.exact_attend(q, [[(table, 0, 70)]], scale=head_dim**-0.5, threads=1)
+        assert_exact(done, q, [table.read(0, 70)], head_dim**-0.5, None)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("count", [4095, 4096, 4097, 9000])
 def test_long_runs_are_cut_and_merged(isa, count, dtype):

@@ -47,9 +47,6 @@ def segment_codes(segment: Segment) -> np.ndarray:
     return np.stack([np.stack([_table_codes(segment, h, table) for table in range(L)]) for h in range(heads)])
 
 
-def truncate_segment(segment: Segment, n: int, threads: int) -> tuple[np.ndarray, np.ndarray]:
+def truncate_segment(segment: Segment, n: int, offsets: np.ndarray, ids: np.ndarray, threads: int) -> None:
     """By definition: the tables over the first n codes."""
-    codes = segment_codes(segment)[:, :, :n]
-    offsets, ids = np.empty_like(segment.offsets), np.empty_like(codes)
-    join((), codes, n, 0, codes.shape[0] * codes.shape[1], 0, offsets, ids, threads)
-    return offsets, ids
+    join((), segment_codes(segment)[:, :, :n], n, 0, ids.shape[0] * ids.shape[1], 0, offsets, ids, threads)
