@@ -3,6 +3,8 @@
 
 All variants take turns (A B C D A B C D …) with cold caches, on one thread unless a figure is about two. With --json
 the last line of stdout is one document; the table of goals goes to stderr then.
+
+With --isa (or MAGICPIG_ISA) torch is held to the same instruction set: that shows what a CPU of that kind would do.
 """
 
 from __future__ import annotations
@@ -18,6 +20,11 @@ from typing import Any
 
 # Before torch loads libgomp, as the command does (docs/decisions/002).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# How torch, oneDNN and MKL are held to the instruction set of a tier; each reads its variable when it is loaded.
+TORCH_ISA = {
+    "portable": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+}
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="one document on the last line of stdout")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the document there too")
     parser.add_argument("--case", action="append", metavar="NAME", help="measure only this case or part; repeatable")
-    parser.add_argument("--isa", help="instruction set of the kernels; the same as MAGICPIG_ISA")
+    parser.add_argument("--isa", help="instruction set of the kernels and of torch; the same as MAGICPIG_ISA")
     parser.add_argument("--reps", type=int, metavar="N", help="timed rounds of each case")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that it works, says nothing of speed")
     captures = "take the demo model's tensors from there; if it is not there, keep them there"
@@ -146,6 +153,7 @@ def main() -> int:
     args = arguments()
     if args.isa:
         os.environ["MAGICPIG_ISA"] = args.isa
+    os.environ.update(TORCH_ISA.get(os.environ.get("MAGICPIG_ISA", ""), {}))
     from magicpig_cli.errors import MagicpigError
     from magicpig_cli.ui import console
 

@@ -153,6 +153,7 @@ class KernelBench:
             "commit": commit(),
             "cpu": hardware.probe().cpu_model,
             "isa": kernels.isa.current(),
+            "torch_isa": torch.backends.cpu.get_cpu_capability(),
             "threads": 1,
             "l3_bytes": l3_bytes(),
             "K": DEFAULT_K,
