@@ -92,8 +92,8 @@ def rabitq_attend(
     """
     want_weights(weights)
     want_scale(scale, softcap)
-    rates, shares = _want_budget(q, budget, tail, key)
     _want_signed(q, basis, groups, threads)
+    rates, shares = _want_budget(q, budget, tail, key)
     elsewhere = _want_reached(q, groups, reached)
     runs = [()] * len(groups) if exact is None else exact
     want_runs(q, runs, [group.table for group in groups])
@@ -110,8 +110,8 @@ def rabitq_lookup(
 ) -> list[Lookup]:  # fmt: skip
     """What is needed of each sequence by whoever scans a copy of its signatures for these queries (see `Lookup`)."""
     want_scale(scale, None)
-    _, shares = _want_budget(q, budget, tail, key)
     _want_signed(q, basis, groups, threads)
+    _, shares = _want_budget(q, budget, tail, key)
     made = isa.backend().rabitq_lookup(q, basis.packed(), groups, jitter_pool(), key, scale, threads)
     starts = _starts(key, groups[0].table.kv_heads if groups else 0)
     return [
@@ -162,8 +162,8 @@ def rabitq_sample(
 ) -> list[list[np.ndarray]]:
     """The rows that `rabitq_attend` samples, for every sequence and query head: int64, ascending."""
     want_scale(scale, None)
-    rates, shares = _want_budget(q, budget, tail, key)
     _want_signed(q, basis, groups, threads)
+    rates, shares = _want_budget(q, budget, tail, key)
     rows: list[list[np.ndarray]] = isa.backend().rabitq_sample(
         q, basis.packed(), basis.share, groups, jitter_pool(), rates, shares, key, scale, threads
     )
@@ -184,8 +184,7 @@ def rabitq_scores(
 
 
 def _want_budget(q: np.ndarray, budget: np.ndarray, tail: float, key: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Rates of the uniform tail, and the shares that thresholds take: float64 [B, H]."""
-    want_queries(q, None, None)
+    """Rates of the uniform tail, and the shares that thresholds take, float64 [B, H], for queries that are in order."""
     want_array("budget", budget, np.float32, "B, H", q.shape[:2])
     want_tail("tail", tail, key)
     return _rates_and_shares(budget.tobytes(), budget.shape, tail)

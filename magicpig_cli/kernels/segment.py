@@ -23,7 +23,10 @@ MAX_TAIL_ROWS = 4_096
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tables over rows [start, start + n) of a sequence. Made by `build_segment`; contents are trusted."""
+    """Tables over rows [start, start + n) of a sequence. Made by `build_segment`; contents are trusted.
+
+    Shapes are checked here, once, and not in every call that samples.
+    """
 
     start: int
     n: int
@@ -31,6 +34,18 @@ class Segment:
     L: int
     offsets: np.ndarray  # uint16 [Hkv, L, 2**K + 1]: where each bucket's ids start, and the end of the last
     ids: np.ndarray  # uint16 [Hkv, L, n]: row − start, by bucket, ascending within one
+
+    def __post_init__(self) -> None:
+        want_hash_shape(self.K, self.L)
+        want_int("segment start", self.start, 0)
+        want_int("segment rows", self.n, 1, MAX_SEGMENT_ROWS)
+        want_array("segment ids", self.ids, np.uint16, "Hkv, L, n", (None, self.L, self.n))
+        shape = (self.kv_heads, self.L, 2**self.K + 1)
+        want_array("segment offsets", self.offsets, np.uint16, "Hkv, L, 2**K + 1", shape)
+
+    @property
+    def kv_heads(self) -> int:
+        return int(self.ids.shape[0])
 
     @property
     def nbytes(self) -> int:
@@ -75,9 +90,9 @@ class Joining:
         want_int("start", start, 0)
         end = start
         for part in parts:
-            if (part.K, part.L, part.ids.shape[0]) != (K, L, kv_heads):
+            if (part.K, part.L, part.kv_heads) != (K, L, kv_heads):
                 raise ValueError(
-                    f"segments: want K, L, Hkv = {(K, L, kv_heads)}, got {(part.K, part.L, part.ids.shape[0])}"
+                    f"segments: want K, L, Hkv = {(K, L, kv_heads)}, got {(part.K, part.L, part.kv_heads)}"
                 )
             if part.start != end:
                 raise ValueError(f"segments: want neighbours, got one from {part.start} after row {end}")
@@ -156,9 +171,8 @@ def build_segment(codes: np.ndarray, K: int, start: int, threads: int) -> Segmen
 def merge_segments(parts: Sequence[Segment], threads: int) -> Segment:
     """One segment over the rows of neighbours; equals `build_segment` of their codes side by side."""
     a = parts[0]
-    heads = a.ids.shape[0]
-    joining = Joining(parts, 0, kv_heads=heads, K=a.K, L=a.L, start=a.start)
-    joining.advance(joining.items, np.empty((heads, a.L, 0), dtype=np.uint16), threads)
+    joining = Joining(parts, 0, kv_heads=a.kv_heads, K=a.K, L=a.L, start=a.start)
+    joining.advance(joining.items, np.empty((a.kv_heads, a.L, 0), dtype=np.uint16), threads)
     return joining.segment()
 
 
@@ -168,7 +182,7 @@ def truncate_segment(segment: Segment, n: int, threads: int) -> Segment:
     want_int("threads", threads, 1)
     if n == segment.n:
         return segment
-    offsets, ids = _room(segment.ids.shape[0], segment.L, segment.K, n)
+    offsets, ids = _room(segment.kv_heads, segment.L, segment.K, n)
     isa.backend().truncate_segment(segment, n, offsets, ids, threads)
     return Segment(segment.start, n, segment.K, segment.L, offsets, ids)
 

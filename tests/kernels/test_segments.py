@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -163,6 +165,10 @@ def half_made(codes: np.ndarray) -> kernels.Joining:
         (lambda c, s: kernels.Joining([], 0, kv_heads=2, K=5, L=3, start=7), "segment rows: want 1 to 65472, got 0"),
         (lambda c, s: kernels.truncate_segment(s, 0, 1), "n: want 1 to 50, got 0"),
         (lambda c, s: kernels.truncate_segment(s, 51, 1), "n: want 1 to 50, got 51"),
+        (lambda c, s: replace(s, n=49), r"segment ids: want uint16 \[Hkv, L, n\] = \(any, 3, 49\)"),
+        (lambda c, s: replace(s, K=5), r"segment offsets: want uint16 .* = \(2, 3, 33\)"),
+        (lambda c, s: replace(s, offsets=s.offsets[:, :, ::2]), "segment offsets: want"),
+        (lambda c, s: replace(s, start=-1), "segment start: want 0 or more, got -1"),
         (lambda c, s: kernels.Tail(0, np.zeros((1, 2, 4097), np.uint16), 1), "tail capacity: want 0 to 4096"),
         (lambda c, s: kernels.Tail(0, np.zeros((1, 2, 8), np.uint16), 9), "tail rows: want 0 to 8, got 9"),
     ],
