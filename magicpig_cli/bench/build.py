@@ -14,6 +14,10 @@ from magicpig_cli.bench.timing import ColdCache, claim_memory, interleave, media
 from magicpig_cli.cache.index import LshIndex
 from magicpig_cli.config import DEFAULT_BITS, DEFAULT_K, DEFAULT_L
 
+# Claimed before each call, not once: what others gave back, the host of a virtual machine may have taken meanwhile. Our
+# sort took 95 ms then, 33 in memory that is there; torch's, which takes 16 times as long, the same 530 either way.
+_WRITTEN = 512 << 20  # bytes, at most, by one call: torch's ids are 118 MB, beside copies
+
 
 def measure_build(tensors: LayerTensors, cold: ColdCache, reps: int) -> dict[str, float]:
     """Index of the first KV head's rows on one thread (mean, codes, tables), and its sort against torch's.
@@ -44,8 +48,12 @@ def measure_build(tensors: LayerTensors, cold: ColdCache, reps: int) -> dict[str
         "torch": lambda _: torch.sort(for_torch, dim=1),
         "torch_tables": lambda _: [torch.sort(table) for table in for_torch],
     }
-    claim_memory(1 << 30)  # ids of 100 MB and copies of them
-    samples = interleave(calls, reps, lambda _: cold())
+
+    def between(_: str) -> None:
+        claim_memory(_WRITTEN)
+        cold()
+
+    samples = interleave(calls, reps, between)
     sort_ns = median_ns(samples["sort"])
     signatures_ns = median_ns(samples["signatures"])
     return {
