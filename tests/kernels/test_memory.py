@@ -11,8 +11,8 @@ import pytest
 
 from magicpig_cli.kernels.memory import HUGE_PAGE_BYTES, Arena, aligned_bytes, kept_array, kept_arrays
 
-only_linux = pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="Linux with huge pages only: it says what is where"
+with_huge_pages = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no transparent huge pages"
 )
 SIZES = (1, 3, 64, 65, 1000, HUGE_PAGE_BYTES, (64 << 20) - 1, (64 << 20) + 1, 5)
 
@@ -64,20 +64,20 @@ def test_arrays_that_are_kept_together_lie_apart_and_on_cache_lines(rows):
     assert all((array == number + 1).all() for number, array in enumerate(arrays))
 
 
-@only_linux
+@with_huge_pages
 @pytest.mark.parametrize("size", [128 << 10, 1 << 20, HUGE_PAGE_BYTES, 8 << 20])
 def test_kept_arrays_may_lie_on_huge_pages_though_they_be_shorter(size):
     assert _may_be_huge(kept_array((size,), np.uint8))
 
 
-@only_linux
+@with_huge_pages
 def test_a_last_page_that_is_nearly_filled_may_be_huge():
     for rest, huge in ((0, True), (HUGE_PAGE_BYTES // 4, False), (HUGE_PAGE_BYTES * 7 // 8, True)):
         memory = aligned_bytes(2 * HUGE_PAGE_BYTES + rest)
         assert (_may_be_huge(memory[:1]), _may_be_huge(memory[-1:])) == (True, huge)
 
 
-@only_linux
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux says what is resident there")
 def test_an_array_outlives_its_arena_and_takes_its_memory_with_it():
     array = Arena().array((4 * HUGE_PAGE_BYTES,), np.uint8)
     array.fill(7)
