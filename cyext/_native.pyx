@@ -70,6 +70,8 @@ cdef extern from "rows.h" nogil:
     void rows_dot(const float* x, int64_t stride, int heads, const row_t* rows, int n, int head_dim, int type,
                   fetch_t* fetch, float* out)
     void rows_distance(const float* x, const row_t* rows, int n, int head_dim, int type, fetch_t* fetch, float* out)
+    void rows_measure(const float* x, const float* q, int64_t stride, const uint16_t* which, const row_t* rows,
+                      int n, int head_dim, int type, fetch_t* fetch, float* distances, float* products)
     void rows_add(float* p, int heads, const row_t* rows, int n, int head_dim, int type, fetch_t* fetch,
                   const float* factor, float* total, int64_t stride)
     float packed_dot(const float* x, const float* y, int head_dim)
@@ -184,7 +186,20 @@ cdef extern from "retrieve.h" nogil:
     void counters_clamp(uint8_t* counters, int64_t n)
     uint64_t compare_codes(const uint16_t* codes, int64_t stride, int n, int L, const uint16_t* query)
     uint64_t counters_take(uint8_t* counters)
+
+
+cdef extern from "scan.h" nogil:
     int lowest_bit(uint64_t word)
+    int count_bits(uint64_t word)
+    int list_bits(uint64_t word, uint8_t* out)
+    ctypedef struct scan_t:
+        const uint64_t* bits
+    ctypedef struct taken_t:
+        int n
+        int64_t ids[1]  # TILE and more
+    void scan_start(scan_t* scan, const uint64_t* bits, int64_t words, int heads, int64_t start, int64_t stop)
+    void scan_take(scan_t* scan, taken_t* tile)
+    uint64_t rows_of_head(const taken_t* tile, const uint64_t* bits)
 
 
 TIER = TIER_NAME.decode()

@@ -207,7 +207,7 @@ cdef void _attend_run(int64_t item, const Shape* shape, const float* queries, co
         at = at + n
         ahead = <int>max(<int64_t>0, min(<int64_t>TILE, piece.stop - at))
         rows_from(rows, piece.kv_head, at, ahead, tile[1 - now])
-        fetch_start(&fetch, tile[1 - now], ahead, rows.row_bytes, 2 * ((shape.G + 3) // 4))
+        fetch_start(&fetch, tile[1 - now], ahead, rows.row_bytes, (shape.G + 3) // 4)
         g = 0
         while g < shape.G:
             heads = 4 if g + 3 < shape.G else 2 if g + 1 < shape.G else 1
@@ -218,6 +218,7 @@ cdef void _attend_run(int64_t item, const Shape* shape, const float* queries, co
             rows_add(weights, heads, tile[now], n, shape.D, rows.type, &fetch, factor, out + g * shape.packed,
                      shape.packed)
             g = g + heads
+        fetch_lines(&fetch, ALL_LINES)
         n, now = ahead, 1 - now
 
 

@@ -88,31 +88,6 @@ cdef void _tail_item(const void* work, int64_t at, int worker) noexcept nogil:
     job.times[worker * 8] += now_ns() - began
 
 
-cdef struct Scan:  # walks the rows that any of G query heads has sampled, in order
-    const uint64_t* bits  # [G][words]
-    int64_t words
-    int G
-    int64_t word
-    int64_t end
-    uint64_t left         # rows of the current word that are still to come
-
-
-cdef int _next_tile(Scan* scan, int64_t* rows) noexcept nogil:
-    """Up to TILE further rows, relative to the part; returns how many."""
-    cdef int n = 0, g
-    while n < TILE:
-        while scan.left == 0:
-            scan.word += 1
-            if scan.word >= scan.end:
-                return n
-            for g in range(scan.G):
-                scan.left |= scan.bits[g * scan.words + scan.word]
-        rows[n] = scan.word * 64 + lowest_bit(scan.left)
-        scan.left &= scan.left - 1
-        n = n + 1
-    return n
-
-
 cdef struct Head:  # a query head, and what the probability of its rows depends on
     const float* q          # packed
     float rate              # of the uniform tail
@@ -120,6 +95,8 @@ cdef struct Head:  # a query head, and what the probability of its rows depends 
     const float* means      # [cells]: q·μ, q times the scale
     float q_mu              # by tables: q·μ
     float norm              # |q|
+    uint64_t sampled        # rows of the tile at hand
+    uint64_t shared         # of them, those that an earlier head has sampled too
 
 
 cdef void _attend_sampled(int64_t item, const AttendJob* job) noexcept nogil:
@@ -130,34 +107,31 @@ cdef void _attend_sampled(int64_t item, const AttendJob* job) noexcept nogil:
     cdef const Part* part = piece.part
     cdef const rows_t* rows = piece.rows
     cdef Head* heads = job.heads + item * shape.G
-    cdef Scan scan
+    cdef scan_t scan
     cdef fetch_t fetch
-    cdef int64_t ids[2][TILE]
-    cdef row_t tile[2][TILE]
-    cdef Tile about
+    cdef Tile tiles[2]
+    cdef Tile* tile = tiles
+    cdef Tile* ahead = tiles + 1
     cdef float mu[MAX_PACKED]
-    cdef int n, ahead, g, now = 0
-    scan.bits, scan.words = part.bits + piece.kv_head * shape.G * part.words, part.words
-    scan.G, scan.left, scan.word, scan.end = shape.G, 0, piece.start // 64 - 1, (piece.stop + 63) // 64
+    cdef int g
+    scan_start(&scan, part.bits + piece.kv_head * shape.G * part.words, part.words, shape.G, piece.start, piece.stop)
     for g in range(shape.G):
         view.top[item * shape.G + g] = -INFINITY
-    n = _next_tile(&scan, ids[0])
-    if n == 0:
+    _take(&scan, piece, tile)
+    if tile.taken.n == 0:
         return
     _set_heads(piece, job, heads, mu)
-    _rows_of_ids(rows, piece.kv_head, part.start, ids[0], n, tile[0])
-    fetch_start(&fetch, tile[0], n, rows.row_bytes, 1)
+    fetch_start(&fetch, tile.rows, tile.taken.n, rows.row_bytes, 1)
     fetch_lines(&fetch, ALL_LINES)
-    while n > 0:
-        ahead = _next_tile(&scan, ids[1 - now])
-        _rows_of_ids(rows, piece.kv_head, part.start, ids[1 - now], ahead, tile[1 - now])
-        fetch_start(&fetch, tile[1 - now], ahead, rows.row_bytes, 3)  # distances, products, sums
-        about.rows, about.ids, about.n = tile[now], ids[now], n
-        _measure(&about, piece, shape, view.spread != NULL, mu, &fetch)
+    while tile.taken.n > 0:
+        _take(&scan, piece, ahead)
+        fetch_start(&fetch, ahead.rows, ahead.taken.n, rows.row_bytes, 1)
+        _share(tile, heads, shape.G, scan.bits, part.words)
+        _measure(tile, piece, shape, heads.q, view.spread != NULL, mu, &fetch)
         for g in range(shape.G):
-            _attend_head(&about, item * shape.G + g, scan.bits + g * part.words, heads + g, rows, job, part, &fetch)
+            _attend_head(tile, item * shape.G + g, heads + g, rows, job, part, &fetch)
         fetch_lines(&fetch, ALL_LINES)
-        n, now = ahead, 1 - now
+        tile, ahead = ahead, tile
 
 
 cdef void _set_heads(const Piece* piece, const AttendJob* job, Head* heads, float* mu) noexcept nogil:
@@ -181,16 +155,38 @@ cdef void _set_heads(const Piece* piece, const AttendJob* job, Head* heads, floa
 
 
 cdef struct Tile:  # rows that some head of the group has sampled
-    const row_t* rows
-    const int64_t* ids         # relative to the part
-    int n
-    float squares[TILE + 4]    # |k − μ|²; written four at a time
+    taken_t taken              # ids: relative to the part
+    row_t rows[TILE]
+    uint16_t first[TILE]       # of the heads that have sampled a row
+    float products[TILE + 1]   # q·k with the query of that head; written two at a time
+    float squares[TILE + 1]    # |k − μ|²; likewise
     float values[TILE]         # |v|²
     float factors[TILE]        # of signatures
     int64_t cells[TILE]
 
 
-cdef void _measure(Tile* tile, const Piece* piece, const Shape* shape, bint with_values, float* mu,
+cdef inline void _take(scan_t* scan, const Piece* piece, Tile* tile) noexcept nogil:
+    """The next rows of a piece."""
+    cdef int r
+    scan_take(scan, &tile.taken)
+    for r in range(tile.taken.n):
+        tile.rows[r] = row_at(piece.rows, piece.kv_head, piece.part.start + tile.taken.ids[r])
+
+
+cdef inline void _share(Tile* tile, Head* heads, int G, const uint64_t* bits, int64_t words) noexcept nogil:
+    """Which rows of a tile each head has sampled."""
+    cdef uint8_t own[TILE]
+    cdef uint64_t before = 0
+    cdef int g, i
+    for g in range(G):
+        heads[g].sampled = rows_of_head(&tile.taken, bits + g * words)
+        heads[g].shared = heads[g].sampled & before
+        for i in range(list_bits(heads[g].sampled ^ heads[g].shared, own)):
+            tile.first[own[i]] = <uint16_t>g
+        before |= heads[g].sampled
+
+
+cdef void _measure(Tile* tile, const Piece* piece, const Shape* shape, const float* q, bint with_values, float* mu,
                    fetch_t* fetch) noexcept nogil:
     """What the heads share of a tile. A tile may span several cells, each of which has a mean."""
     cdef const rows_t* rows = piece.rows
@@ -201,38 +197,45 @@ cdef void _measure(Tile* tile, const Piece* piece, const Shape* shape, bint with
     cdef int r, last, d
     cdef int64_t half = half_bytes(shape.D, rows.type)
     if piece.part.units == NULL:
-        rows_distance(mu, tile.rows, tile.n, shape.D, rows.type, fetch, tile.squares)
+        rows_measure(mu, q, shape.packed, tile.first, tile.rows, tile.taken.n, shape.D, rows.type, fetch, tile.squares,
+                     tile.products)
     else:
         unit = piece.part.units + piece.kv_head
         r = 0
-        while r < tile.n:
-            cell, last = unit.cells + tile.ids[r] // CELL_ROWS, r
-            while last < tile.n and tile.ids[last] // CELL_ROWS == tile.ids[r] // CELL_ROWS:
-                tile.cells[last] = tile.ids[last] // CELL_ROWS
-                tile.factors[last] = bf16_to_float(_factors_of(cell, unit.kv_head)[tile.ids[last] % CELL_ROWS])
+        while r < tile.taken.n:
+            cell, last = unit.cells + tile.taken.ids[r] // CELL_ROWS, r
+            while last < tile.taken.n and tile.taken.ids[last] // CELL_ROWS == tile.taken.ids[r] // CELL_ROWS:
+                tile.cells[last] = tile.taken.ids[last] // CELL_ROWS
+                tile.factors[last] = bf16_to_float(_factors_of(cell, unit.kv_head)[tile.taken.ids[last] % CELL_ROWS])
                 last = last + 1
             for d in range(shape.D):
                 mean[d] = bf16_to_float(_mean_of(cell, unit.kv_head)[d])
             pack(mean, shape.D, rows.type, mu)
-            rows_distance(mu, tile.rows + r, last - r, shape.D, rows.type, fetch, tile.squares + r)
+            rows_measure(mu, q, shape.packed, tile.first + r, tile.rows + r, last - r, shape.D, rows.type, fetch,
+                         tile.squares + r, tile.products + r)
             r = last
     if with_values:
-        for r in range(tile.n):
+        for r in range(tile.taken.n):
             values[r] = tile.rows[r] + half
         memset(mean, 0, shape.packed * sizeof(float))
-        rows_distance(mean, values, tile.n, shape.D, rows.type, fetch, tile.values)
+        rows_distance(mean, values, tile.taken.n, shape.D, rows.type, fetch, tile.values)
 
 
-cdef inline void _rows_of_ids(const rows_t* rows, int64_t kv_head, int64_t start, const int64_t* ids, int n,
-                        row_t* tile) noexcept nogil:
-    """Addresses of rows start + ids."""
-    cdef int r
+cdef void _dot_shared(const Tile* tile, const Head* head, int D, int type, fetch_t* fetch, float* dots) noexcept nogil:
+    """q·k of rows that were measured with the query of an earlier head, to where they stand among the rows of this one."""
+    cdef uint8_t shared[TILE]
+    cdef row_t rows[TILE]
+    cdef float products[TILE]
+    cdef int r, n = list_bits(head.shared, shared)
     for r in range(n):
-        tile[r] = row_at(rows, kv_head, start + ids[r])
+        rows[r] = tile.rows[shared[r]]
+    rows_dot(head.q, 0, 1, rows, n, D, type, fetch, products)
+    for r in range(n):
+        dots[count_bits(head.sampled & ((<uint64_t>1 << shared[r]) - 1))] = products[r]
 
 
-cdef void _attend_head(const Tile* tile, int64_t at, const uint64_t* bits, const Head* head, const rows_t* rows,
-                       const AttendJob* job, const Part* part, fetch_t* fetch) noexcept nogil:
+cdef void _attend_head(const Tile* tile, int64_t at, const Head* head, const rows_t* rows, const AttendJob* job,
+                       const Part* part, fetch_t* fetch) noexcept nogil:
     """The rows of a tile that a query head has sampled, into its partial result `at`."""
     cdef const Partial* view = job.view
     cdef const Shape* shape = job.shape
@@ -244,16 +247,14 @@ cdef void _attend_head(const Tile* tile, int64_t at, const uint64_t* bits, const
     cdef float others[TILE]   # q·μ of the cells
     cdef float factors[TILE]
     cdef float factor[2]
-    cdef int r, n = 0, i
-    for r in range(tile.n):
-        picked[n] = <uint8_t>r
-        n = n + <int>(bits[tile.ids[r] >> 6] >> (tile.ids[r] & 63) & 1)
+    cdef int r, n = list_bits(head.sampled, picked)
     if n == 0:
         return
     view.sampled[at] += n
     for r in range(n):
-        own[r], squares[r] = tile.rows[picked[r]], tile.squares[picked[r]]
-    rows_dot(head.q, 0, 1, own, n, shape.D, rows.type, fetch, dots)
+        own[r], squares[r], dots[r] = tile.rows[picked[r]], tile.squares[picked[r]], tile.products[picked[r]]
+    if head.shared:
+        _dot_shared(tile, head, shape.D, rows.type, fetch, dots)
     if part.units == NULL:
         logits_weights(dots, squares, n, head.q_mu, head.norm, job.table, job.cells, log_pi)
     else:

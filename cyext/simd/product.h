@@ -58,7 +58,7 @@ static INLINE void product_rows(const product_t *p, int64_t first, int64_t last,
         float sums[4 * TILE];
         UNROLL for (int i = 0; i < step; i++) at[i] = p->weight + (r + i < last ? r + i : last - 1) * row_bytes;
         for (int64_t i = 0; i < step * row_bytes; i += 64) __builtin_prefetch(at[0] + AHEAD_BYTES + i);
-        sum_rows(x, packed, heads, at, (int)K, type, ALIKE, sums);
+        sum_rows(x, packed, heads, at, (int)K, type, ALIKE, NULL, 0, sums);
         for (int i = 0; i < step && r + i < last; i++) {
             const float scale = p->scale ? from_bf16(p->scale[r + i]) : 1.0f;
             for (int m = 0; m < count; m++) out[m * p->N + r + i] = scale * sums[m * TILE + i];

@@ -5,8 +5,6 @@
 
 #define COUNTER_PASS 253 /* tables between two clampings: 2 + 253 hits still fit in a byte */
 
-static inline int lowest_bit(uint64_t word) { return __builtin_ctzll(word); }
-
 /* counters[id] += 1 for n ids; four ids per load. */
 static inline void count_ids(uint8_t *counters, const uint16_t *ids, int n) {
     int i = 0;

@@ -131,7 +131,7 @@ static inline void prefetch(const char *at, int64_t bytes) {
 typedef struct {
     const row_t *rows;
     int left;
-    int per_pass; /* lines */
+    int turns; /* of four heads each, in which they are fetched: a power of two */
     int64_t bytes;
     const char *at, *end;
 } fetch_t;
@@ -141,10 +141,10 @@ static inline void fetch_row(fetch_t *fetch) {
     fetch->end = *fetch->rows + fetch->bytes;
 }
 
-/* `passes`: how often what is at hand is gone over meanwhile, row by row; each pass fetches its share of the lines. */
-static inline void fetch_start(fetch_t *fetch, const row_t *rows, int n, int64_t bytes, int passes) {
-    const int lines = (int)((bytes + 63) / 64 + (bytes % 64 > 0)); /* rows may begin within one */
-    fetch->rows = rows, fetch->left = n, fetch->bytes = bytes, fetch->per_pass = (lines + passes - 1) / passes;
+/* `turns`: how often what is at hand is read meanwhile, K and V. */
+static inline void fetch_start(fetch_t *fetch, const row_t *rows, int n, int64_t bytes, int turns) {
+    fetch->rows = rows, fetch->left = n, fetch->bytes = bytes, fetch->turns = 1;
+    while (2 * fetch->turns <= turns) fetch->turns *= 2;
     if (n) fetch_row(fetch);
 }
 
@@ -160,6 +160,19 @@ static inline void fetch_lines(fetch_t *fetch, int count) {
     }
 }
 
+/* A pass fetches while it goes over its rows, step by step, as many bytes as it reads: what is wanted at once waits for
+ * the miss buffers of the L1 cache, and so do all loads behind it. Steps that have one of the bits returned here fetch
+ * nothing: of four heads, which read less than a line in a step (`read` bytes), and in several turns. */
+static INLINE int fetch_skips(const fetch_t *fetch, int heads, int64_t read) {
+    return heads < 4 ? 0 : (int)(read < 64 ? 64 / read : 1) * fetch->turns - 1;
+}
+
+static INLINE void fetch_step(fetch_t *fetch, int64_t read) {
+    int lines = read <= 64 ? 1 : (int)(read / 64);
+    if (read > 64) __asm__("" : "+r"(lines)); /* unrolled, it takes longer */
+    fetch_lines(fetch, lines);
+}
+
 /* What is summed over a row: its products with vectors, or the squares of its differences from one. ALIKE are products
  * summed in one order for any number of vectors; PRODUCTS take another one, with more chains, for a single vector. */
 enum { PRODUCTS = 0, SQUARES = 1, ALIKE = 2 };
@@ -168,7 +181,7 @@ enum { PRODUCTS = 0, SQUARES = 1, ALIKE = 2 };
 #define SUM_ROWS(heads) (VW < 16 && (heads) == 4 ? 2 : 4)
 
 static INLINE void sum_rows(const float *x, int64_t stride, int heads, const row_t *at, int head_dim, int type,
-        int what, float *out) {
+        int what, fetch_t *fetch, int skips, float *out) {
     const int count = SUM_ROWS(heads);
     const int scaled = what == SQUARES && type == INT8;
     const int two = heads == 1 && !scaled && what != ALIKE; /* chains per row; scales need registers too */
@@ -178,6 +191,7 @@ static INLINE void sum_rows(const float *x, int64_t stride, int heads, const row
     for (int d = 0; d < head_dim; d += CHUNK) {
         vf a[4], b[4];
         const int64_t offset = d * value_bytes(type);
+        if (fetch && !(d / CHUNK & skips)) fetch_step(fetch, count * CHUNK * value_bytes(type));
         if (d + CHUNK <= head_dim)
             UNROLL for (int i = 0; i < count; i++) load_chunk(at[i] + offset, CHUNK, type, &a[i], &b[i]);
         else
@@ -209,12 +223,11 @@ static INLINE void sum_rows(const float *x, int64_t stride, int heads, const row
 
 static INLINE void sum_tile(const float *x, int64_t stride, int heads, const row_t *rows, int n, int head_dim, int type,
         int what, fetch_t *fetch, float *out) {
-    const int count = SUM_ROWS(heads);
+    const int count = SUM_ROWS(heads), skips = fetch_skips(fetch, heads, count * CHUNK * value_bytes(type));
     for (int r = 0; r < n; r += count) {
         row_t at[4];
         UNROLL for (int i = 0; i < count; i++) at[i] = rows[r + i < n ? r + i : n - 1];
-        sum_rows(x, stride, heads, at, head_dim, type, what, out + r);
-        fetch_lines(fetch, count * fetch->per_pass);
+        sum_rows(x, stride, heads, at, head_dim, type, what, fetch, skips, out + r);
     }
     if (type == INT8 && what == PRODUCTS)
         for (int r = 0; r < n; r++)
@@ -250,9 +263,65 @@ static OUTLINE void rows_distance(const float *x, const row_t *rows, int n, int 
 #undef DISTANCE
 }
 
-/* `chunks` chunks of rows_add in registers; the last has `left` elements. Fetches `lines` per row. */
+/* Two rows of rows_measure, decoded once. Products are summed in the order of sum_rows for a single vector. */
+static INLINE void measure_two(const float *x, const float *const *q, const row_t *at, int head_dim, int type,
+        fetch_t *fetch, float *distances, float *products) {
+    const int64_t read = 2 * CHUNK * value_bytes(type);
+    vf square[2][2], dot[2][2], scale[2];
+    float sums[4];
+    UNROLL for (int i = 0; i < 2; i++) {
+        UNROLL for (int c = 0; c < 2; c++) square[i][c] = dot[i][c] = vf_set1(0);
+        if (type == INT8) scale[i] = vf_set1(-scale_at(at[i], head_dim));
+    }
+    for (int d = 0; d < head_dim; d += CHUNK) {
+        vf a[2], b[2];
+        const int64_t offset = d * value_bytes(type);
+        fetch_lines(fetch, read <= 64 ? 1 : (int)(read / 64));
+        if (d + CHUNK <= head_dim)
+            UNROLL for (int i = 0; i < 2; i++) load_chunk(at[i] + offset, CHUNK, type, &a[i], &b[i]);
+        else
+            UNROLL for (int i = 0; i < 2; i++) load_chunk(at[i] + offset, head_dim - d, type, &a[i], &b[i]);
+        const vf xa = vf_keep(vf_load(x + d)), xb = vf_keep(vf_load(x + d + VW));
+        UNROLL for (int i = 0; i < 2; i++) {
+            dot[i][0] = vf_fma(a[i], vf_load(q[i] + d), dot[i][0]);
+            dot[i][1] = vf_fma(b[i], vf_load(q[i] + d + VW), dot[i][1]);
+            const vf ya = type == INT8 ? vf_fma(scale[i], a[i], xa) : vf_sub(a[i], xa);
+            const vf yb = type == INT8 ? vf_fma(scale[i], b[i], xb) : vf_sub(b[i], xb);
+            square[i][0] = vf_fma(ya, ya, square[i][0]);
+            square[i][1] = vf_fma(yb, yb, square[i][1]);
+        }
+    }
+    vf_sum4(vf_add(square[0][0], square[0][1]), vf_add(square[1][0], square[1][1]), vf_add(dot[0][0], dot[0][1]),
+        vf_add(dot[1][0], dot[1][1]), sums);
+    memcpy(distances, sums, 8), memcpy(products, sums + 2, 8);
+}
+
+static INLINE void measure_tile(const float *x, const float *q, int64_t stride, const uint16_t *which,
+        const row_t *rows, int n, int head_dim, int type, fetch_t *fetch, float *distances, float *products) {
+    for (int r = 0; r < n; r += 2) {
+        const int next = r + 1 < n ? r + 1 : r;
+        const row_t at[2] = {rows[r], rows[next]};
+        const float *const own[2] = {q + which[r] * stride, q + which[next] * stride};
+        measure_two(x, own, at, head_dim, type, fetch, distances + r, products + r);
+    }
+    if (type == INT8)
+        for (int r = 0; r < n; r++) products[r] *= scale_at(rows[r], head_dim);
+}
+
+/* distances[r] = Σ_d (row_r[d] − x[d])² and products[r] = Σ_d row_r[d]·q_h[d] with the vector h = which[r] of those
+ * that lie `stride` floats apart. One more of either may be written. */
+static OUTLINE void rows_measure(const float *x, const float *q, int64_t stride, const uint16_t *which,
+        const row_t *rows, int n, int head_dim, int type, fetch_t *fetch, float *distances, float *products) {
+#define MEASURE(H, T) measure_tile(x, q, stride, which, rows, n, head_dim, T, fetch, distances, products)
+    BY_TYPE(MEASURE, 1)
+#undef MEASURE
+}
+
+/* `chunks` chunks of rows_add in registers; the last has `left` elements. */
 static INLINE void add_chunks(const float *p, int heads, const row_t *rows, int n, int64_t offset, int type,
-        int chunks, int left, fetch_t *fetch, int lines, const float *factor, float *sum, int64_t stride) {
+        int chunks, int left, fetch_t *fetch, const float *factor, float *sum, int64_t stride) {
+    const int64_t read = chunks * CHUNK * value_bytes(type);
+    const int skips = fetch_skips(fetch, heads, read);
     vf acc[4][16];
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int c = 0; c < 2 * chunks; c++)
@@ -267,8 +336,7 @@ static INLINE void add_chunks(const float *p, int heads, const row_t *rows, int 
                 acc[h][2 * c + 1] = vf_fma(weight, b, acc[h][2 * c + 1]);
             }
         }
-        if (lines == 1) fetch_lines(fetch, 1); /* without a loop: one of eight blocks per row on AVX2 */
-        else fetch_lines(fetch, lines);
+        if (!(r & skips)) fetch_step(fetch, read);
     }
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int c = 0; c < 2 * chunks; c++) vf_store(sum + h * stride + c * VW, acc[h][c]);
@@ -278,23 +346,21 @@ static INLINE void add_chunks(const float *p, int heads, const row_t *rows, int 
 static INLINE void add_tile(float *p, int heads, const row_t *rows, int n, int head_dim, int type, fetch_t *fetch,
         const float *factor, float *sum, int64_t stride) {
     const int64_t width = value_bytes(type), value = half_bytes(head_dim, type);
-    const int most = (VW < 16 ? 4 : 8) / heads, chunks = (head_dim + CHUNK - 1) / CHUNK;
-    const int blocks = chunks / most + __builtin_popcount((unsigned)(chunks % most)); /* or one more */
-    const int lines = (fetch->per_pass + blocks - 1) / blocks;
+    const int most = (VW < 16 ? 4 : 8) / heads;
     int d = 0;
     if (type == INT8)
         for (int r = 0; r < n; r++)
             for (int h = 0; h < heads; h++) p[h * TILE + r] *= scale_at(rows[r] + value, head_dim);
 #define ADD_CHUNKS(COUNT) \
     for (; COUNT <= most && d + COUNT * CHUNK <= head_dim; d += COUNT * CHUNK) \
-        add_chunks(p, heads, rows, n, value + d * width, type, COUNT, CHUNK, fetch, lines, factor, sum + d, stride);
+        add_chunks(p, heads, rows, n, value + d * width, type, COUNT, CHUNK, fetch, factor, sum + d, stride);
     ADD_CHUNKS(8)
     ADD_CHUNKS(4)
     ADD_CHUNKS(2)
     ADD_CHUNKS(1)
 #undef ADD_CHUNKS
     if (d < head_dim)
-        add_chunks(p, heads, rows, n, value + d * width, type, 1, head_dim - d, fetch, lines, factor, sum + d, stride);
+        add_chunks(p, heads, rows, n, value + d * width, type, 1, head_dim - d, fetch, factor, sum + d, stride);
 }
 
 /* sum_h = factor_h·sum_h + Σ_r p[h][r]·V_r for `heads` packed sums `stride` floats apart; p, [heads][TILE], is used
