@@ -45,6 +45,9 @@ static inline void scan_start(scan_t *scan, const uint64_t *bits, int64_t words,
 
 static inline void scan_take(scan_t *scan, taken_t *tile) {
     int n = 0, words = 0;
+    for (int h = 0; h < scan->heads; h++) /* of the next tiles: behind lines of rows they would be waited for */
+        for (int64_t word = scan->word + 24; word < scan->word + 48; word += 8)
+            __builtin_prefetch(scan->bits + h * scan->words + word);
     while (n < TILE) {
         while (!scan->left && ++scan->word < scan->end)
             for (int h = 0; h < scan->heads; h++) scan->left |= scan->bits[h * scan->words + scan->word];
