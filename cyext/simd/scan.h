@@ -43,6 +43,7 @@ static inline void scan_start(scan_t *scan, const uint64_t *bits, int64_t words,
     scan->word = start / 64 - 1, scan->end = (stop + 63) / 64;
 }
 
+/* The next rows of a scan; none are left if n is 0. */
 static inline void scan_take(scan_t *scan, taken_t *tile) {
     int n = 0, words = 0;
     for (int h = 0; h < scan->heads; h++) /* of the next tiles: behind lines of rows they would be waited for */
