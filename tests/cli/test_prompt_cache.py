@@ -94,6 +94,7 @@ def test_a_signal_before_the_writing_has_begun_gives_it_up(engine, said, tmp_pat
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
+    ask(turn(engine), "Where from?", [("other.txt", BOOK[::-1])])  # which starts all threads but that of the file
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ask(turn(engine), "Where to?", [("book.txt", BOOK)], said.cache(tmp_path / "book.cache", engine))
