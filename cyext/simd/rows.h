@@ -167,8 +167,10 @@ static INLINE int fetch_skips(const fetch_t *fetch, int heads, int64_t read) {
     return heads < 4 ? 0 : (int)(read < 64 ? 64 / read : 1) * fetch->turns - 1;
 }
 
+static INLINE int lines_read(int64_t read) { return read <= 64 ? 1 : (int)(read / 64); }
+
 static INLINE void fetch_step(fetch_t *fetch, int64_t read) {
-    int lines = read <= 64 ? 1 : (int)(read / 64);
+    int lines = lines_read(read);
     if (read > 64) __asm__("" : "+r"(lines)); /* unrolled, it takes longer */
     fetch_lines(fetch, lines);
 }
@@ -276,7 +278,7 @@ static INLINE void measure_two(const float *x, const float *const *q, const row_
     for (int d = 0; d < head_dim; d += CHUNK) {
         vf a[2], b[2];
         const int64_t offset = d * value_bytes(type);
-        fetch_lines(fetch, read <= 64 ? 1 : (int)(read / 64));
+        fetch_lines(fetch, lines_read(read)); /* fetch_step's loop takes longer here */
         if (d + CHUNK <= head_dim)
             UNROLL for (int i = 0; i < 2; i++) load_chunk(at[i] + offset, CHUNK, type, &a[i], &b[i]);
         else
