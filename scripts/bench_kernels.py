@@ -5,6 +5,7 @@ All variants take turns (A B C D A B C D …) with cold caches, on one thread un
 the last line of stdout is one document; the table of goals goes to stderr then.
 
 With --isa (or MAGICPIG_ISA) torch is held to the same instruction set: that shows what a CPU of that kind would do.
+A full run takes about ten minutes; Ctrl-C ends it and shows what was measured until then.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from magicpig_cli.bench.kernel_run import KernelBench
 
 # Before torch loads libgomp, as the command does (docs/decisions/002).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -130,8 +134,8 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run what was asked for. Raises MagicpigError."""
+def prepare(args: argparse.Namespace) -> tuple[KernelBench, Sequence[str]]:
+    """The run that was asked for, and its parts. Raises MagicpigError."""
     from magicpig_cli.bench.kernel_sizes import PARTS, QUICK, Sizes
     from magicpig_cli.errors import UsageError
     from magicpig_cli.kernels import isa  # noqa: F401 - refuses an unknown instruction set before torch is loaded
@@ -146,7 +150,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         sizes = replace(sizes, reps=args.reps)
     from magicpig_cli.bench.kernel_run import KernelBench
 
-    return KernelBench(sizes, args.captures, say=lambda text: print(text, file=sys.stderr, flush=True)).run(parts)
+    return KernelBench(sizes, args.captures, say=lambda text: print(text, file=sys.stderr, flush=True)), parts
+
+
+def show(document: dict[str, Any], args: argparse.Namespace) -> None:
+    """Write the document where it was asked for, and the table of its goals."""
+    line = json.dumps(document)
+    if args.output is not None:
+        args.output.write_text(line + "\n", encoding="utf-8")
+    print(table(document), file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        print(line)
 
 
 def main() -> int:
@@ -154,23 +168,25 @@ def main() -> int:
     if args.isa:
         os.environ["MAGICPIG_ISA"] = args.isa
     os.environ.update(TORCH_ISA.get(os.environ.get("MAGICPIG_ISA", ""), {}))
-    from magicpig_cli.errors import MagicpigError
     from magicpig_cli.ui import console
 
-    try:
-        document = measure(args)
-    except MagicpigError as problem:
-        console.error(problem)
-        return problem.exit_code
-    line = json.dumps(document)
-    print(table(document), file=sys.stderr if args.json else sys.stdout)
-    if args.output is not None:
-        args.output.write_text(line + "\n", encoding="utf-8")
-    if args.json:
-        print(line)
-    values = [(goal, goal.value(document)) for goal in GOALS]
-    missed = any(value is not None and not goal.met(value) for goal, value in values)
-    return 1 if args.check and missed else 0
+    missed = False
+
+    def work() -> None:
+        nonlocal missed
+        bench, parts = prepare(args)
+        try:
+            bench.run(parts)
+        except KeyboardInterrupt:
+            console.say("interrupted")
+            if bench.document and bench.document["meta"]["parts"]:
+                show(bench.document, args)
+            raise
+        show(bench.document, args)
+        values = [(goal, goal.value(bench.document)) for goal in GOALS]
+        missed = any(value is not None and not goal.met(value) for goal, value in values)
+
+    return console.exit_status(work) or int(args.check and missed)
 
 
 if __name__ == "__main__":

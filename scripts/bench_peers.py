@@ -109,11 +109,11 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
 def _weights(options: argparse.Namespace) -> list[str]:
     if options.weights is None:
         return list(WEIGHTS)[-1:] if options.quick else list(WEIGHTS)
-    kinds = options.weights.split(",")
-    for kind in kinds:
+    asked = options.weights.split(",")
+    for kind in asked:
         if kind not in WEIGHTS:
             raise UsageError(f"--weights {kind} is unknown", hint=f"use some of {','.join(WEIGHTS)}")
-    return kinds
+    return [kind for kind in WEIGHTS if kind in asked]
 
 
 def _request(options: argparse.Namespace, contexts: tuple[int, ...], real: int) -> PeersRequest:

@@ -41,25 +41,26 @@ class KernelBench:
     captures_file: Path | None = None  # where captured tensors are taken from, or kept
     say: Callable[[str], None] = lambda _: None
     threads: int = field(default_factory=lambda: hardware.probe().threads)  # for what is not timed
+    document: dict[str, Any] = field(default_factory=dict)  # what `run` has measured so far
 
     def run(self, parts: Iterable[str] = PARTS) -> dict[str, Any]:
-        """The document of CLI.md; what was not asked for is null."""
+        """The document of CLI.md; what was not asked for, or not yet measured, is null, and not in `meta.parts`."""
         asked = set(parts)
-        document: dict[str, Any] = {"meta": self._meta(asked), "cases": []}
+        figures = {
+            "bandwidth": ("bandwidth", self._bandwidth), "scaling": ("scaling_2_threads", self._scaling),
+            "build": ("build", self._build), "append": ("append", self._append), "int8": ("int8", self._int8),
+        }  # fmt: skip
+        self.document = {"meta": self._meta(), "cases": [], **{key: None for key, _ in figures.values()}}
+        measured = self.document["meta"]["parts"]
         for name in (case for case in CASES if case in asked):
-            document["cases"].append(self._case(name))
-        document["bandwidth"] = self._part("bandwidth", asked, self._bandwidth)
-        document["scaling_2_threads"] = self._part("scaling", asked, self._scaling)
-        document["build"] = self._part("build", asked, self._build)
-        document["append"] = self._part("append", asked, self._append)
-        document["int8"] = self._part("int8", asked, self._int8)
-        return document
-
-    def _part(self, name: str, asked: set[str], measure: Callable[[], Any]) -> Any:
-        if name not in asked:
-            return None
-        self.say(f"measuring {name}")
-        return measure()
+            self.document["cases"].append(self._case(name))
+            measured.append(name)
+        for name in (part for part in figures if part in asked):
+            key, measure = figures[name]
+            self.say(f"measuring {name}")
+            self.document[key] = measure()
+            measured.append(name)
+        return self.document
 
     # Layers
 
@@ -147,7 +148,7 @@ class KernelBench:
             **int8_errors(self._captures[0], self.threads),
         }
 
-    def _meta(self, asked: set[str]) -> dict[str, Any]:
+    def _meta(self) -> dict[str, Any]:
         return {
             "version": magicpig_cli.__version__,
             "commit": commit(),
@@ -159,7 +160,7 @@ class KernelBench:
             "K": DEFAULT_K,
             "L": DEFAULT_L,
             "sizes": asdict(self.sizes),
-            "parts": [part for part in PARTS if part in asked],
+            "parts": [],
             "torch": torch.__version__,
             "numpy": np.__version__,
             "python": sys.version.split()[0],

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from magicpig_cli.bench.kernel_run import KernelBench, summary
 from magicpig_cli.bench.kernel_sizes import CASES, QUICK
+from tests.bench.scripts import SCRIPTS, load_script
 
-SCRIPT = Path(__file__).parents[2] / "scripts/bench_kernels.py"
+SCRIPT = SCRIPTS / "bench_kernels.py"
 
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("bench_kernels", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_kernels"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-script = load_script()
+script = load_script("bench_kernels")
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +109,47 @@ def test_one_part_alone_as_json(tmp_path):
     assert document["cases"] == []
     assert "counting sort over torch.sort" in done.stderr
     assert len(done.stdout.splitlines()) == 1
+
+
+def test_an_interrupted_run_shows_what_it_has(monkeypatch, capsys, tmp_path):
+    def interrupted(bench):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(KernelBench, "_append", interrupted)
+    output = tmp_path / "o.json"
+    arguments = ["--quick", "--json", "--case", "append", "--case", "build", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", *arguments])
+    assert script.main() == 130
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document == json.loads(output.read_text())
+    assert document["meta"]["parts"] == ["build"]
+    assert document["build"]["index_s"] > 0
+    assert document["append"] is None
+    assert "interrupted\n" in err
+
+
+def test_a_run_interrupted_before_its_first_figure_says_so(monkeypatch, capsys, tmp_path):
+    def interrupted(bench):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(KernelBench, "_build", interrupted)
+    output = tmp_path / "o.json"
+    monkeypatch.setattr(
+        sys, "argv", ["bench_kernels.py", "--quick", "--json", "--case", "build", "--output", str(output)]
+    )
+    assert script.main() == 130
+    assert capsys.readouterr().out == ""
+    assert not output.exists()
+
+
+def test_a_reader_that_has_gone_is_no_traceback():
+    command = [sys.executable, str(SCRIPT), "--quick", "--json", "--case", "build"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 141
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(

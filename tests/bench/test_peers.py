@@ -6,15 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from magicpig_cli.bench import llama_cpp
 from magicpig_cli.bench.peers import Line, PeersRequest, document, measure
 from magicpig_cli.errors import MagicpigError
+from tests.bench.scripts import SCRIPTS, load_script
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_peers.py"
+SCRIPT = SCRIPTS / "bench_peers.py"
 REQUEST = PeersRequest(
     contexts=(2048, 6144, 16384, 32768), points=(1024, 2048, 4096, 8192), real=8192, prefill=6144,
     gen_tokens=4, rounds=3,
@@ -151,6 +151,13 @@ def test_wrong_use_is_one_line_and_a_hint(wheel, arguments, message):
     assert error.startswith("error: ")
     assert message in error
     assert hint.startswith("hint: ")
+
+
+def test_weights_are_ordered_by_their_size_however_they_were_asked_for():
+    """The last of them, the nearest to llama.cpp's, gives `ratio`."""
+    bench_peers = load_script("bench_peers")
+    asked = bench_peers._options(["--weights", "int4,f32,int8"])
+    assert bench_peers._weights(asked) == ["f32", "int8", "int4"]
 
 
 def test_both_programs_on_tiny_contexts(wheel):
