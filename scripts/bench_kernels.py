@@ -177,12 +177,9 @@ def main() -> int:
         bench, parts = prepare(args)
         try:
             bench.run(parts)
-        except KeyboardInterrupt:
-            console.say("interrupted")
+        finally:  # what was measured is worth showing however the run ends
             if bench.document and bench.document["meta"]["parts"]:
                 show(bench.document, args)
-            raise
-        show(bench.document, args)
         values = [(goal, goal.value(bench.document)) for goal in GOALS]
         missed = any(value is not None and not goal.met(value) for goal, value in values)
 

@@ -52,13 +52,13 @@ class KernelBench:
         }  # fmt: skip
         self.document = {"meta": self._meta(), "cases": [], **{key: None for key, _ in figures.values()}}
         measured = self.document["meta"]["parts"]
-        for name in (case for case in CASES if case in asked):
-            self.document["cases"].append(self._case(name))
-            measured.append(name)
-        for name in (part for part in figures if part in asked):
-            key, measure = figures[name]
+        for name in (part for part in PARTS if part in asked):
             self.say(f"measuring {name}")
-            self.document[key] = measure()
+            if name in CASES:
+                self.document["cases"].append(self._case(name))
+            else:
+                key, measure = figures[name]
+                self.document[key] = measure()
             measured.append(name)
         return self.document
 
@@ -111,7 +111,6 @@ class KernelBench:
         return ColdCache(self.sizes.cold_bytes)
 
     def _case(self, name: str) -> dict[str, Any]:
-        self.say(f"measuring {name}")
         times = []
         for layer in self._layers(name):
             torch.set_num_threads(1)

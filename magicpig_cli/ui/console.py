@@ -121,6 +121,8 @@ def exit_status(work: Callable[[], object]) -> int:
         error(problem)
         return problem.exit_code
     except KeyboardInterrupt:
+        with lasting_stderr():
+            say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         return UNREAD

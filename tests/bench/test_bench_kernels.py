@@ -111,15 +111,21 @@ def test_one_part_alone_as_json(tmp_path):
     assert len(done.stdout.splitlines()) == 1
 
 
-def test_an_interrupted_run_shows_what_it_has(monkeypatch, capsys, tmp_path):
+def run_interrupted_at(part, monkeypatch, output):
+    """Exit status of a run of two parts, building and appending."""
+
     def interrupted(bench):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(KernelBench, "_append", interrupted)
-    output = tmp_path / "o.json"
+    monkeypatch.setattr(KernelBench, part, interrupted)
     arguments = ["--quick", "--json", "--case", "append", "--case", "build", "--output", str(output)]
     monkeypatch.setattr(sys, "argv", ["bench_kernels.py", *arguments])
-    assert script.main() == 130
+    return script.main()
+
+
+def test_an_interrupted_run_shows_what_it_has(monkeypatch, capsys, tmp_path):
+    output = tmp_path / "o.json"
+    assert run_interrupted_at("_append", monkeypatch, output) == 130
     out, err = capsys.readouterr()
     document = json.loads(out)
     assert document == json.loads(output.read_text())
@@ -130,15 +136,8 @@ def test_an_interrupted_run_shows_what_it_has(monkeypatch, capsys, tmp_path):
 
 
 def test_a_run_interrupted_before_its_first_figure_says_so(monkeypatch, capsys, tmp_path):
-    def interrupted(bench):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(KernelBench, "_build", interrupted)
     output = tmp_path / "o.json"
-    monkeypatch.setattr(
-        sys, "argv", ["bench_kernels.py", "--quick", "--json", "--case", "build", "--output", str(output)]
-    )
-    assert script.main() == 130
+    assert run_interrupted_at("_build", monkeypatch, output) == 130
     assert capsys.readouterr().out == ""
     assert not output.exists()
 
