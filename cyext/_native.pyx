@@ -66,19 +66,19 @@ cdef extern from "rows.h" nogil:
     void store_values(const float* x, int head_dim, int type, char* half)
     void prefetch(const char* at, int64_t bytes)
     void fetch_start(fetch_t* fetch, const row_t* rows, int n, int64_t bytes, int passes)
-    void fetch_lines(fetch_t* fetch, int count)
+    void fetch_rest(fetch_t* fetch)
     void rows_dot(const float* x, int64_t stride, int heads, const row_t* rows, int n, int head_dim, int type,
                   fetch_t* fetch, float* out)
     void rows_distance(const float* x, const row_t* rows, int n, int head_dim, int type, fetch_t* fetch, float* out)
     void rows_measure(const float* x, const float* q, int64_t stride, const uint16_t* which, const row_t* rows,
                       int n, int head_dim, int type, fetch_t* fetch, float* distances, float* products)
+    void rows_products(const float* q, int64_t stride, const uint16_t* which, const row_t* rows, int n, int head_dim,
+                       int type, fetch_t* fetch, float* products)
+    void rows_add_some(float* p, int heads, const row_t* rows, const int32_t* which, int n, int head_dim, int type,
+                       fetch_t* fetch, const float* factor, float* total, int64_t stride)
     void rows_add(float* p, int heads, const row_t* rows, int n, int head_dim, int type, fetch_t* fetch,
                   const float* factor, float* total, int64_t stride)
     float packed_dot(const float* x, const float* y, int head_dim)
-
-
-cdef enum:
-    ALL_LINES = 1 << 30
 
 
 cdef double NS_PER_BYTE = 0.08  # that one core reads from memory, about
@@ -111,9 +111,6 @@ cdef extern from "layers.h" nogil:
 
 cdef extern from "logits.h" nogil:
     void logits_scale(float* dots, int n, float scale, float cap)
-    void logits_weights(const float* dots, const float* squares, int n, float q_mu, float q_norm,
-                        const float* table, int cells, float* out)
-    void logits_tail(float* log_u, int n, float rate)
     void error_weights(const float* p, const float* log_pi, const float* values, int n, float factor, float* out,
                        float* sums)
     float softmax_step(float* logits, int n, float* top, float* total)
@@ -164,15 +161,52 @@ cdef extern from "signature.h" nogil:
     void take_scores(const int16_t* scores, int64_t n, int bound, uint64_t* bits)
     void take_bits(const uint64_t* taken, int64_t n, int bound, uint64_t* bits)
     int16_t to_int16(float x)
-    void signature_weights(const float* dots, const float* squares, const float* means, const float* factors, int n,
-                           const signed_t* head, float scale, int D, int bits, float share, const float* table,
-                           int cells, float* out)
 
 
 cdef extern from "tail.h" nogil:
     uint64_t tail_seed(uint64_t hash_seed, uint64_t layer, uint64_t kv_head)
     void tail_words(int64_t first, int64_t n, uint64_t seed, const uint64_t* limits, int heads, uint64_t* bits,
                     int64_t words)
+
+
+cdef extern from "samples.h" nogil:
+    enum: HEADS
+    ctypedef struct head_t:
+        const float* q
+        float rate
+        float q_mu
+        float norm
+        const signed_t* about
+        const float* means
+    ctypedef struct measured_t:
+        float* squares
+        float* products
+        uint16_t* first
+        float* factors
+        int64_t* cells
+    ctypedef struct samples_t:
+        int* n
+        int32_t* row
+        int shared
+        row_t* shared_rows
+        uint16_t* shared_heads
+        float* p
+        float* log_pi
+    ctypedef struct weigh_t:
+        float scale
+        float cap
+        const float* table
+        int cells
+        int by_signatures
+        int D
+        int bits
+        float share
+    void samples_start(samples_t* samples)
+    void samples_list(samples_t* samples, const uint64_t* sampled, const uint64_t* shared, int heads, int number,
+                      const row_t* rows, uint16_t* first)
+    int samples_turns(int samples, int ahead, int64_t row_bytes)
+    void samples_weigh(samples_t* samples, const measured_t* measured, const head_t* heads, int count,
+                       const weigh_t* how, float* top, float* total, float* factors)
 
 
 cdef extern from "probe.h" nogil:
@@ -191,15 +225,15 @@ cdef extern from "retrieve.h" nogil:
 cdef extern from "scan.h" nogil:
     int lowest_bit(uint64_t word)
     int count_bits(uint64_t word)
-    int list_bits(uint64_t word, uint8_t* out)
     ctypedef struct scan_t:
         const uint64_t* bits
     ctypedef struct taken_t:
         int n
-        int64_t ids[1]  # TILE and more
-    void scan_start(scan_t* scan, const uint64_t* bits, int64_t words, int heads, int64_t start, int64_t stop)
-    void scan_take(scan_t* scan, taken_t* tile)
-    uint64_t rows_of_head(const taken_t* tile, const uint64_t* bits)
+        int32_t* ids
+        row_t* rows
+    void scan_start(scan_t* scan, const uint64_t* bits, int64_t words, int heads, int64_t first, int64_t stop,
+                    const rows_t* rows, int64_t kv_head, int64_t start)
+    void scan_take(scan_t* scan, int with_ids, taken_t* tile, uint64_t* sampled)
 
 
 TIER = TIER_NAME.decode()

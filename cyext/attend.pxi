@@ -218,7 +218,7 @@ cdef void _attend_run(int64_t item, const Shape* shape, const float* queries, co
             rows_add(weights, heads, tile[now], n, shape.D, rows.type, &fetch, factor, out + g * shape.packed,
                      shape.packed)
             g = g + heads
-        fetch_lines(&fetch, ALL_LINES)
+        fetch_rest(&fetch)
         n, now = ahead, 1 - now
 
 

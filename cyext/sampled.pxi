@@ -31,7 +31,8 @@ cdef class Parts:
 
 
 cdef enum:
-    TAIL_ROWS = 8192  # of an item
+    TAIL_ROWS = 8192       # of an item
+    ITEMS_OF_THREAD = 16   # of attention, where there are pieces enough
 
 
 cdef struct TailItem:
@@ -88,53 +89,81 @@ cdef void _tail_item(const void* work, int64_t at, int worker) noexcept nogil:
     job.times[worker * 8] += now_ns() - began
 
 
-cdef struct Head:  # a query head, and what the probability of its rows depends on
-    const float* q          # packed
-    float rate              # of the uniform tail
-    const signed_t* signed  # by signatures
-    const float* means      # [cells]: q·μ, q times the scale
-    float q_mu              # by tables: q·μ
-    float norm              # |q|
-    uint64_t sampled        # rows of the tile at hand
-    uint64_t shared         # of them, those that an earlier head has sampled too
+cdef struct Tile:  # rows of a piece that some head of its group has sampled
+    const Piece* piece
+    taken_t taken          # numbered from the first row of the part
+    uint64_t* sampled      # [G] which rows are whose
+    measured_t measured
+    float values[TILE]     # |v|²
 
 
-cdef void _attend_sampled(int64_t item, const AttendJob* job) noexcept nogil:
-    """The sampled rows of a piece. While a tile is worked on, the next one is fetched."""
+cdef struct Walk:  # over the sampled rows of pieces
+    scan_t scan
+    const Piece* piece     # that the scan is at
+    const Piece* end
+
+
+cdef struct Room:  # of a worker
+    head_t* heads          # [G]
+    uint64_t* sampled      # [2][G] of two tiles
+    uint64_t* shared       # [G] rows of the tile at hand that an earlier head has sampled too
+    samples_t* samples     # [batches of HEADS heads]
+
+
+cdef void _attend_sampled(int64_t first, int64_t last, const AttendJob* job, Room* room) noexcept nogil:
+    """The sampled rows of pieces [first, last). While a tile is worked on, the next one is fetched, of whichever piece."""
     cdef const Partial* view = job.view
     cdef const Shape* shape = job.shape
-    cdef const Piece* piece = view.pieces + item
-    cdef const Part* part = piece.part
-    cdef const rows_t* rows = piece.rows
-    cdef Head* heads = job.heads + item * shape.G
-    cdef scan_t scan
+    cdef const Piece* piece = NULL
     cdef fetch_t fetch
+    cdef Walk walk
     cdef Tile tiles[2]
     cdef Tile* tile = tiles
     cdef Tile* ahead = tiles + 1
     cdef float mu[MAX_PACKED]
-    cdef int g
-    scan_start(&scan, part.bits + piece.kv_head * shape.G * part.words, part.words, shape.G, piece.start, piece.stop)
-    for g in range(shape.G):
-        view.top[item * shape.G + g] = -INFINITY
-    _take(&scan, piece, tile)
+    cdef int64_t at, row_bytes
+    cdef int batch, samples
+    tile.sampled, ahead.sampled = room.sampled, room.sampled + shape.G
+    for at in range(first * shape.G, last * shape.G):
+        view.top[at] = -INFINITY
+    walk.piece, walk.end = view.pieces + first - 1, view.pieces + last
+    _next_piece(&walk, shape.G)
+    _take(&walk, shape.G, tile)
     if tile.taken.n == 0:
         return
-    _set_heads(piece, job, heads, mu)
-    fetch_start(&fetch, tile.rows, tile.taken.n, rows.row_bytes, 1)
-    fetch_lines(&fetch, ALL_LINES)
+    fetch_start(&fetch, tile.taken.rows, tile.taken.n, tile.piece.rows.row_bytes, 1)
+    fetch_rest(&fetch)
     while tile.taken.n > 0:
-        _take(&scan, piece, ahead)
-        fetch_start(&fetch, ahead.rows, ahead.taken.n, rows.row_bytes, 1)
-        _share(tile, heads, shape.G, scan.bits, part.words)
-        _measure(tile, piece, shape, heads.q, view.spread != NULL, mu, &fetch)
-        for g in range(shape.G):
-            _attend_head(tile, item * shape.G + g, heads + g, rows, job, part, &fetch)
-        fetch_lines(&fetch, ALL_LINES)
+        _take(&walk, shape.G, ahead)
+        samples = _list(tile, room, shape.G)
+        row_bytes = ahead.piece.rows.row_bytes if ahead.taken.n else 0
+        fetch_start(&fetch, ahead.taken.rows, ahead.taken.n, row_bytes,
+                    samples_turns(samples, ahead.taken.n, row_bytes))
+        if tile.piece != piece:
+            piece = tile.piece
+            _set_heads(piece, job, room.heads, mu)
+        _measure(tile, piece, shape, room.heads[0].q, view.spread != NULL, mu, &fetch)
+        for batch in range((shape.G + HEADS - 1) // HEADS):
+            _attend_heads(tile, room, batch, job, &fetch)
+        fetch_rest(&fetch)
         tile, ahead = ahead, tile
 
 
-cdef void _set_heads(const Piece* piece, const AttendJob* job, Head* heads, float* mu) noexcept nogil:
+cdef inline bint _next_piece(Walk* walk, int G) noexcept nogil:
+    """To the next piece of which rows are sampled; false if there is none."""
+    cdef const Piece* piece
+    walk.piece = walk.piece + 1
+    while walk.piece < walk.end and walk.piece.part == NULL:
+        walk.piece = walk.piece + 1
+    if walk.piece >= walk.end:
+        return False
+    piece = walk.piece
+    scan_start(&walk.scan, piece.part.bits + piece.kv_head * G * piece.part.words, piece.part.words, G, piece.start,
+               piece.stop, piece.rows, piece.kv_head, piece.part.start)
+    return True
+
+
+cdef void _set_heads(const Piece* piece, const AttendJob* job, head_t* heads, float* mu) noexcept nogil:
     """What holds for all rows of the piece. mu: the packed mean, where there is one."""
     cdef const Shape* shape = job.shape
     cdef const float* q = _queries_of(job.queries, piece, shape)
@@ -150,40 +179,34 @@ cdef void _set_heads(const Piece* piece, const AttendJob* job, Head* heads, floa
             heads[g].norm = sqrtf(packed_dot(heads[g].q, heads[g].q, shape.D))
         else:
             unit = part.units + piece.kv_head
-            heads[g].signed, heads[g].means = unit.heads + g, unit.means + g * unit.count
-            heads[g].rate = heads[g].signed.rate
+            heads[g].about, heads[g].means = unit.heads + g, unit.means + g * unit.count
+            heads[g].rate = heads[g].about.rate
 
 
-cdef struct Tile:  # rows that some head of the group has sampled
-    taken_t taken              # ids: relative to the part
-    row_t rows[TILE]
-    uint16_t first[TILE]       # of the heads that have sampled a row
-    float products[TILE + 1]   # q·k with the query of that head; written two at a time
-    float squares[TILE + 1]    # |k − μ|²; likewise
-    float values[TILE]         # |v|²
-    float factors[TILE]        # of signatures
-    int64_t cells[TILE]
+cdef inline void _take(Walk* walk, int G, Tile* tile) noexcept nogil:
+    """The next rows of a piece, or of one after it; none are left if there are none."""
+    tile.taken.n = 0
+    while walk.piece < walk.end:
+        scan_take(&walk.scan, walk.piece.part.units != NULL, &tile.taken, tile.sampled)
+        if tile.taken.n or not _next_piece(walk, G):
+            break
+    tile.piece = walk.piece
 
 
-cdef inline void _take(scan_t* scan, const Piece* piece, Tile* tile) noexcept nogil:
-    """The next rows of a piece."""
-    cdef int r
-    scan_take(scan, &tile.taken)
-    for r in range(tile.taken.n):
-        tile.rows[r] = row_at(piece.rows, piece.kv_head, piece.part.start + tile.taken.ids[r])
-
-
-cdef inline void _share(Tile* tile, Head* heads, int G, const uint64_t* bits, int64_t words) noexcept nogil:
-    """Which rows of a tile each head has sampled."""
-    cdef uint8_t own[TILE]
+cdef inline int _list(Tile* tile, Room* room, int G) noexcept nogil:
+    """The samples of a tile; returns how many."""
     cdef uint64_t before = 0
-    cdef int g, i
+    cdef int g, batch, samples = 0
     for g in range(G):
-        heads[g].sampled = rows_of_head(&tile.taken, bits + g * words)
-        heads[g].shared = heads[g].sampled & before
-        for i in range(list_bits(heads[g].sampled ^ heads[g].shared, own)):
-            tile.first[own[i]] = <uint16_t>g
-        before |= heads[g].sampled
+        room.shared[g] = tile.sampled[g] & before
+        before |= tile.sampled[g]
+        samples += count_bits(tile.sampled[g])
+    memset(tile.measured.first, 0, TILE * sizeof(uint16_t))
+    for batch in range((G + HEADS - 1) // HEADS):
+        g = batch * HEADS
+        samples_list(room.samples + batch, tile.sampled + g, room.shared + g, min(<int>HEADS, G - g), g,
+                     tile.taken.rows, tile.measured.first)
+    return samples
 
 
 cdef void _measure(Tile* tile, const Piece* piece, const Shape* shape, const float* q, bint with_values, float* mu,
@@ -192,89 +215,76 @@ cdef void _measure(Tile* tile, const Piece* piece, const Shape* shape, const flo
     cdef const rows_t* rows = piece.rows
     cdef const Unit* unit
     cdef const Cell* cell
+    cdef const taken_t* taken = &tile.taken
+    cdef measured_t* measured = &tile.measured
     cdef row_t values[TILE]
     cdef float mean[MAX_PACKED]
     cdef int r, last, d
-    cdef int64_t half = half_bytes(shape.D, rows.type)
+    cdef int64_t half = half_bytes(shape.D, rows.type), number
     if piece.part.units == NULL:
-        rows_measure(mu, q, shape.packed, tile.first, tile.rows, tile.taken.n, shape.D, rows.type, fetch, tile.squares,
-                     tile.products)
+        rows_measure(mu, q, shape.packed, measured.first, taken.rows, taken.n, shape.D, rows.type, fetch,
+                     measured.squares, measured.products)
     else:
         unit = piece.part.units + piece.kv_head
         r = 0
-        while r < tile.taken.n:
-            cell, last = unit.cells + tile.taken.ids[r] // CELL_ROWS, r
-            while last < tile.taken.n and tile.taken.ids[last] // CELL_ROWS == tile.taken.ids[r] // CELL_ROWS:
-                tile.cells[last] = tile.taken.ids[last] // CELL_ROWS
-                tile.factors[last] = bf16_to_float(_factors_of(cell, unit.kv_head)[tile.taken.ids[last] % CELL_ROWS])
+        while r < taken.n:
+            number, last = taken.ids[r] // CELL_ROWS, r
+            cell = unit.cells + number
+            while last < taken.n and taken.ids[last] // CELL_ROWS == number:
+                measured.cells[last] = number
+                measured.factors[last] = bf16_to_float(_factors_of(cell, unit.kv_head)[taken.ids[last] % CELL_ROWS])
                 last = last + 1
             for d in range(shape.D):
                 mean[d] = bf16_to_float(_mean_of(cell, unit.kv_head)[d])
             pack(mean, shape.D, rows.type, mu)
-            rows_measure(mu, q, shape.packed, tile.first + r, tile.rows + r, last - r, shape.D, rows.type, fetch,
-                         tile.squares + r, tile.products + r)
+            rows_measure(mu, q, shape.packed, measured.first + r, taken.rows + r, last - r, shape.D, rows.type, fetch,
+                         measured.squares + r, measured.products + r)
             r = last
     if with_values:
-        for r in range(tile.taken.n):
-            values[r] = tile.rows[r] + half
+        for r in range(taken.n):
+            values[r] = taken.rows[r] + half
         memset(mean, 0, shape.packed * sizeof(float))
-        rows_distance(mean, values, tile.taken.n, shape.D, rows.type, fetch, tile.values)
+        rows_distance(mean, values, taken.n, shape.D, rows.type, fetch, tile.values)
 
 
-cdef void _dot_shared(const Tile* tile, const Head* head, int D, int type, fetch_t* fetch, float* dots) noexcept nogil:
-    """q·k of rows that were measured with the query of an earlier head, to where they stand among the rows of this one."""
-    cdef uint8_t shared[TILE]
-    cdef row_t rows[TILE]
-    cdef float products[TILE]
-    cdef int r, n = list_bits(head.shared, shared)
-    for r in range(n):
-        rows[r] = tile.rows[shared[r]]
-    rows_dot(head.q, 0, 1, rows, n, D, type, fetch, products)
-    for r in range(n):
-        dots[count_bits(head.sampled & ((<uint64_t>1 << shared[r]) - 1))] = products[r]
-
-
-cdef void _attend_head(const Tile* tile, int64_t at, const Head* head, const rows_t* rows, const AttendJob* job,
-                       const Part* part, fetch_t* fetch) noexcept nogil:
-    """The rows of a tile that a query head has sampled, into its partial result `at`."""
+cdef void _attend_heads(Tile* tile, Room* room, int batch, const AttendJob* job, fetch_t* fetch) noexcept nogil:
+    """The rows of a tile that up to HEADS query heads have sampled, into their partial results."""
     cdef const Partial* view = job.view
     cdef const Shape* shape = job.shape
-    cdef uint8_t picked[TILE]
-    cdef row_t own[TILE]
-    cdef float dots[2 * TILE]
-    cdef float log_pi[TILE]
-    cdef float squares[TILE]
-    cdef float others[TILE]   # q·μ of the cells
-    cdef float factors[TILE]
-    cdef float factor[2]
-    cdef int r, n = list_bits(head.sampled, picked)
-    if n == 0:
-        return
-    view.sampled[at] += n
+    cdef const Piece* piece = tile.piece
+    cdef samples_t* samples = room.samples + batch
+    cdef const head_t* heads = room.heads + batch * HEADS
+    cdef int64_t at = (piece - view.pieces) * shape.G + batch * HEADS
+    cdef int count = min(<int>HEADS, shape.G - batch * HEADS), h, type = piece.rows.type
+    cdef float factors[HEADS]
+    rows_products(room.heads[0].q, shape.packed, samples.shared_heads, samples.shared_rows, samples.shared, shape.D,
+                  type, fetch, tile.measured.products + TILE)
+    samples_weigh(samples, &tile.measured, heads, count, &job.weigh, view.top + at, view.total + at, factors)
+    for h in range(count):
+        view.sampled[at + h] += samples.n[h]
+        if samples.n[h] == 0:
+            continue
+        if view.spread != NULL:
+            _with_error(tile, samples, h, view, at + h, shape, factors[h], fetch)
+        else:
+            rows_add_some(samples.p + h * TILE, 1, tile.taken.rows, samples.row + h * TILE, samples.n[h], shape.D, type,
+                          fetch, factors + h, view.out + (at + h) * shape.packed, 0)
+
+
+cdef void _with_error(const Tile* tile, const samples_t* samples, int h, const Partial* view, int64_t at,
+                      const Shape* shape, float by, fetch_t* fetch) noexcept nogil:
+    """The rows of a head, and what the error is estimated from."""
+    cdef float p[2 * TILE]
+    cdef float values[TILE]
+    cdef float factors[2]
+    cdef int r, n = samples.n[h]
+    factors[0], factors[1] = by, by * by
     for r in range(n):
-        own[r], squares[r], dots[r] = tile.rows[picked[r]], tile.squares[picked[r]], tile.products[picked[r]]
-    if head.shared:
-        _dot_shared(tile, head, shape.D, rows.type, fetch, dots)
-    if part.units == NULL:
-        logits_weights(dots, squares, n, head.q_mu, head.norm, job.table, job.cells, log_pi)
-    else:
-        for r in range(n):
-            others[r], factors[r] = head.means[tile.cells[picked[r]]], tile.factors[picked[r]]
-        signature_weights(dots, squares, others, factors, n, head.signed, shape.scale, shape.D, job.bits, job.share,
-                          job.table, job.cells, log_pi)
-    if head.rate > 0:
-        logits_tail(log_pi, n, head.rate)
-    logits_scale(dots, n, shape.scale, shape.cap)
-    for r in range(n):
-        dots[r] += log_pi[r]
-    factor[0] = softmax_step(dots, n, view.top + at, view.total + at)
-    factor[1] = factor[0] * factor[0]
-    if view.spread != NULL:
-        for r in range(n):
-            squares[r] = tile.values[picked[r]]
-        error_weights(dots, log_pi, squares, n, factor[1], dots + TILE, view.spread + 2 * at)
-    rows_add(dots, 1 if view.spread == NULL else 2, own, n, shape.D, rows.type, fetch, factor,
-             view.out + at * shape.packed, view.with_values - view.out)
+        values[r] = tile.values[samples.row[h * TILE + r]]
+    memcpy(p, samples.p + h * TILE, TILE * sizeof(float))
+    error_weights(p, samples.log_pi + h * TILE, values, n, factors[1], p + TILE, view.spread + 2 * at)
+    rows_add_some(p, 2, tile.taken.rows, samples.row + h * TILE, n, shape.D, tile.piece.rows.type, fetch, factors,
+                  view.out + at * shape.packed, view.with_values - view.out)
 
 
 cdef int64_t _all_pieces(Parts parts, runs, Tables sources, const Shape* shape, Piece* pieces, int64_t* first):
@@ -299,24 +309,25 @@ cdef struct AttendJob:
     const Shape* shape
     const float* queries  # of _packed_queries
     const Partial* view
-    const float* table    # −ln u
-    int cells
+    weigh_t weigh
     float rate            # of the uniform tail, where samples come from tables
-    int bits              # of signatures
-    float share
-    Head* heads           # [piece][G]: room
+    Room* rooms           # [worker]
+    int64_t pieces
+    int64_t each          # pieces of an item: what is at hand at the end of one is fetched while another is worked on
     int64_t* times        # [worker][8] ns: retrieve, attend, window
 
 
 cdef void _attend_item(const void* work, int64_t item, int worker) noexcept nogil:
     cdef const AttendJob* job = <const AttendJob*>work
-    cdef int64_t began = now_ns()
-    cdef bint exactly = job.view.pieces[item].part == NULL
-    if exactly:
-        _attend_run(item, job.shape, job.queries, job.view)
-    else:
-        _attend_sampled(item, job)
-    job.times[worker * 8 + 1 + exactly] += now_ns() - began
+    cdef int64_t first = item * job.each, last = min(first + job.each, job.pieces), at
+    cdef int64_t began = now_ns(), then
+    _attend_sampled(first, last, job, job.rooms + worker)
+    then = now_ns()
+    job.times[worker * 8 + 1] += then - began
+    for at in range(first, last):
+        if job.view.pieces[at].part == NULL:
+            _attend_run(at, job.shape, job.queries, job.view)
+    job.times[worker * 8 + 2] += now_ns() - then
 
 
 cdef tuple _attend_all(const float[:, :, ::1] q, Parts parts, Tables sources, tables, runs, const float[::1] weights,
@@ -326,7 +337,8 @@ cdef tuple _attend_all(const float[:, :, ::1] q, Parts parts, Tables sources, ta
     window, merge (of all threads together), and of the call.
 
     sources: the tables of the parts, then those of the runs. about: bits and share of signatures."""
-    cdef int64_t started, count, rows
+    cdef int64_t started, count, rows, i
+    cdef Room* room
     cdef int64_t* times = <int64_t*>times_memory.at
     flat = [run for of_sequence in runs for run in of_sequence]
     everything = tables + [run[0] for run in flat]
@@ -337,15 +349,25 @@ cdef tuple _attend_all(const float[:, :, ::1] q, Parts parts, Tables sources, ta
     cdef Partials partials = Partials(count, shape.B * shape.Hkv, shape.G, shape.packed, with_error)
     cdef Partial* view = &partials.view
     view.first[shape.B * shape.Hkv] = _all_pieces(parts, runs, sources, &shape, view.pieces, view.first)
-    cdef Memory heads = Memory(count * shape.G * sizeof(Head))
+    cdef int64_t batches = (shape.G + HEADS - 1) // HEADS
+    cdef Memory heads = Memory(threads * shape.G * sizeof(head_t)), rooms = Memory(threads * sizeof(Room))
+    cdef Memory masks = Memory(3 * threads * shape.G * sizeof(uint64_t))
+    cdef Memory samples = Memory(threads * batches * sizeof(samples_t), zero=False)
+    for i in range(threads * batches):
+        samples_start(<samples_t*>samples.at + i)
+    for i in range(threads):
+        room = <Room*>rooms.at + i
+        room.heads, room.samples = <head_t*>heads.at + i * shape.G, <samples_t*>samples.at + i * batches
+        room.sampled, room.shared = <uint64_t*>masks.at + 3 * i * shape.G, <uint64_t*>masks.at + (3 * i + 2) * shape.G
     cdef AttendJob job
-    job.shape, job.queries, job.view, job.table, job.cells = (
-        &shape, <const float*>queries.at, view, &weights[0], weights.shape[0] - 1)
-    job.rate, job.bits, job.share, job.heads, job.times = rate, 0, 0, <Head*>heads.at, times
+    job.shape, job.queries, job.view, job.rate, job.rooms, job.times = (
+        &shape, <const float*>queries.at, view, rate, <Room*>rooms.at, times)
+    job.weigh = weigh_t(scale, softcap, &weights[0], weights.shape[0] - 1, about != NULL, shape.D, 0, 0)
+    job.pieces, job.each = count, max(1, count // (threads * ITEMS_OF_THREAD) if threads > 1 else count)
     if about != NULL:
-        job.bits, job.share = about.bits, about.share
+        job.weigh.bits, job.weigh.share = about.weigh.bits, about.weigh.share
     with nogil:
-        crew_run(threads, <double>rows * shape.H, count, _attend_item, &job)
+        crew_run(threads, <double>rows * shape.H, (count + job.each - 1) // job.each, _attend_item, &job)
 
     started = now_ns()
     out, lse, error, sampled = _merge(view, &shape, count, threads)

@@ -379,7 +379,7 @@ def rabitq_attend(const float[:, :, ::1] q, const float[:, :, ::1] packed, float
     cdef Signed signed = Signed(q, packed, groups, jitter, key, scale)
     cdef Parts parts = _take_signed(signed, groups, sources, rates, shares, key, threads, <int64_t*>times.at, taken)
     cdef AttendJob about
-    about.bits, about.share = 4 * signed.job.nibbles, share
+    about.weigh.bits, about.weigh.share = 4 * signed.job.nibbles, share
     return _attend_all(q, parts, sources, tables, runs, weights, &about, 0, scale, softcap, threads, with_error, times,
                        began)
 

@@ -6,8 +6,7 @@
 #define MAX_LOGIT 3e38f
 
 static inline vf vf_clamp(vf x, float low, float high) { /* not a number becomes low */
-    x = vf_gt(x, vf_set1(low), x, vf_set1(low));
-    return vf_gt(x, vf_set1(high), vf_set1(high), x);
+    return vf_min(vf_max(x, vf_set1(low)), vf_set1(high));
 }
 
 /* e^x within 2 ulp; 0 below −87, e^88 above 88. Constants: Cephes expf (ln 2 in two parts, so no FMA is needed). */
@@ -27,39 +26,16 @@ static inline vf vf_exp(vf x) {
     return vf_gt(vf_set1(-87.0f), x, vf_set1(0), vf_ldexp(y, t));
 }
 
-/* dots → scale·dot, or cap·tanh(scale·dot / cap) where cap > 0. */
+/* scale·dot, or cap·tanh(scale·dot / cap) where cap > 0. */
+static inline vf scaled_logits(vf dots, float scale, float cap) {
+    vf x = vf_clamp(vf_mul(dots, vf_set1(scale)), -MAX_LOGIT, MAX_LOGIT);
+    if (cap <= 0) return x;
+    vf e = vf_exp(vf_mul(x, vf_set1(2 / cap)));
+    return vf_mul(vf_set1(cap), vf_sub(vf_set1(1), vf_div(vf_set1(2), vf_add(e, vf_set1(1)))));
+}
+
 static inline void logits_scale(float *dots, int n, float scale, float cap) {
-    for (int r = 0; r < n; r += VW) {
-        vf x = vf_clamp(vf_mul(vf_load(dots + r), vf_set1(scale)), -MAX_LOGIT, MAX_LOGIT);
-        if (cap > 0) {
-            vf e = vf_exp(vf_mul(x, vf_set1(2 / cap)));
-            x = vf_mul(vf_set1(cap), vf_sub(vf_set1(1), vf_div(vf_set1(2), vf_add(e, vf_set1(1)))));
-        }
-        vf_store(dots + r, x);
-    }
-}
-
-/* Positions among uniform cells → values of the table [cells + 1], by linear interpolation. */
-static inline void read_table(float *at, int n, const float *table, int cells) {
-    for (int r = 0; r < n; r++) {
-        int cell = (int)at[r];
-        if (cell > cells - 1) cell = cells - 1;
-        at[r] = table[cell] + (at[r] - (float)cell) * (table[cell + 1] - table[cell]);
-    }
-}
-
-/* Per key −ln u, from the table over sin(θ/2) with `cells` uniform cells: dots = q·k, squares = |k − μ|². */
-static inline void logits_weights(const float *dots, const float *squares, int n, float q_mu, float q_norm,
-        const float *table, int cells, float *out) {
-    for (int r = 0; r < n; r += VW) {
-        vf norms = vf_mul(vf_sqrt(vf_load(squares + r)), vf_set1(q_norm));
-        vf cosine = vf_div(vf_sub(vf_load(dots + r), vf_set1(q_mu)), norms);
-        cosine = vf_gt(norms, vf_set1(0), cosine, vf_set1(0));
-        cosine = vf_gt(vf_set1(INFINITY), vf_mul(cosine, cosine), cosine, vf_set1(0));
-        vf half = vf_mul(vf_sub(vf_set1(1), vf_clamp(cosine, -1, 1)), vf_set1(0.5f));
-        vf_store(out + r, vf_mul(vf_sqrt(half), vf_set1((float)cells)));
-    }
-    read_table(out, n, table, cells);
+    for (int r = 0; r < n; r += VW) vf_store(dots + r, scaled_logits(vf_load(dots + r), scale, cap));
 }
 
 /* ln x of positive normal numbers, within 2 ulp or 1e-7. Constants: Cephes logf. */
@@ -85,12 +61,9 @@ static inline vf vf_log(vf x) {
 }
 
 /* −ln u → −ln π, π = rate + (1 − rate)·u: the uniform tail may have taken the row too. */
-static inline void logits_tail(float *log_u, int n, float rate) {
-    for (int r = 0; r < n; r += VW) {
-        vf u = vf_exp(vf_sub(vf_set1(0), vf_load(log_u + r)));
-        vf pi = vf_fma(vf_set1(1 - rate), u, vf_set1(rate));
-        vf_store(log_u + r, vf_sub(vf_set1(0), vf_log(pi)));
-    }
+static inline vf with_tail(vf log_u, float rate) {
+    vf u = vf_exp(vf_sub(vf_set1(0), log_u));
+    return vf_sub(vf_set1(0), vf_log(vf_fma(vf_set1(1 - rate), u, vf_set1(rate))));
 }
 
 /* What the error of the output is estimated from: out = p²·(1 − π) of softmax terms p and −ln π; sums[0] and sums[1]
@@ -124,7 +97,7 @@ static inline float softmax_step(float *logits, int n, float *top, float *sum) {
     vf most = vf_load(logits), added = vf_set1(0);
     for (int r = VW; r < end; r += VW) {
         vf x = vf_load(logits + r);
-        most = vf_gt(x, most, x, most);
+        most = vf_max(x, most);
     }
     vf_store(parts, most);
     for (int i = 0; i < VW; i++) highest = parts[i] > highest ? parts[i] : highest;

@@ -129,35 +129,42 @@ static inline void prefetch(const char *at, int64_t bytes) {
  * wait half of the time for bursts. They go to the L2 cache only: a tile would fill the L1 cache and its few miss
  * buffers (measured on Zen 4, one query head, 96k rows: 26 ns per row against 66). */
 typedef struct {
-    const row_t *rows;
-    int left;
-    int turns; /* of four heads each, in which they are fetched: a power of two */
+    const char *at, *end; /* next line, end of its row */
+    const row_t *rows;    /* the rows that come after it */
+    int left;             /* how many */
+    int done;             /* `at` is no line of a row any more */
+    int turns;            /* of four heads each, in which they are fetched: a power of two; see rows_add_some */
     int64_t bytes;
-    const char *at, *end;
 } fetch_t;
 
-static inline void fetch_row(fetch_t *fetch) {
-    fetch->at = (const char *)((uintptr_t)*fetch->rows & ~(uintptr_t)63);
-    fetch->end = *fetch->rows + fetch->bytes;
+static INLINE void fetch_row(fetch_t *fetch) {
+    if (fetch->left) {
+        const row_t row = *fetch->rows++;
+        fetch->left--;
+        fetch->at = (const char *)((uintptr_t)row & ~(uintptr_t)63), fetch->end = row + fetch->bytes;
+    } else { /* from now on a line that is at hand: steps need not ask whether any are left */
+        fetch->at = (const char *)fetch->rows, fetch->end = fetch->at + 1;
+        fetch->done = 1;
+    }
 }
 
 /* `turns`: how often what is at hand is read meanwhile, K and V. */
 static inline void fetch_start(fetch_t *fetch, const row_t *rows, int n, int64_t bytes, int turns) {
-    fetch->rows = rows, fetch->left = n, fetch->bytes = bytes, fetch->turns = 1;
+    fetch->rows = rows, fetch->left = n, fetch->bytes = bytes, fetch->turns = 1, fetch->done = 0;
     while (2 * fetch->turns <= turns) fetch->turns *= 2;
-    if (n) fetch_row(fetch);
+    fetch_row(fetch);
 }
 
-/* The next `count` lines, if there are any. */
-static inline void fetch_lines(fetch_t *fetch, int count) {
-    for (; count > 0 && fetch->left; count--) {
-        __builtin_prefetch(fetch->at, 0, 2);
-        fetch->at += 64;
-        if (fetch->at >= fetch->end) {
-            fetch->rows++;
-            if (--fetch->left) fetch_row(fetch);
-        }
-    }
+/* The next line, if there is one. */
+static INLINE void fetch_line(fetch_t *fetch) {
+    __builtin_prefetch(fetch->at, 0, 2);
+    fetch->at += 64;
+    if (fetch->at >= fetch->end) fetch_row(fetch);
+}
+
+/* All lines that are left. */
+static inline void fetch_rest(fetch_t *fetch) {
+    while (!fetch->done) fetch_line(fetch);
 }
 
 /* A pass fetches while it goes over its rows, step by step, as many bytes as it reads: what is wanted at once waits for
@@ -170,9 +177,7 @@ static INLINE int fetch_skips(const fetch_t *fetch, int heads, int64_t read) {
 static INLINE int lines_read(int64_t read) { return read <= 64 ? 1 : (int)(read / 64); }
 
 static INLINE void fetch_step(fetch_t *fetch, int64_t read) {
-    int lines = lines_read(read);
-    if (read > 64) __asm__("" : "+r"(lines)); /* unrolled, it takes longer */
-    fetch_lines(fetch, lines);
+    UNROLL for (int i = 0; i < lines_read(read); i++) fetch_line(fetch);
 }
 
 /* What is summed over a row: its products with vectors, or the squares of its differences from one. ALIKE are products
@@ -226,11 +231,13 @@ static INLINE void sum_rows(const float *x, int64_t stride, int heads, const row
 static INLINE void sum_tile(const float *x, int64_t stride, int heads, const row_t *rows, int n, int head_dim, int type,
         int what, fetch_t *fetch, float *out) {
     const int count = SUM_ROWS(heads), skips = fetch_skips(fetch, heads, count * CHUNK * value_bytes(type));
+    fetch_t ahead = *fetch; /* in registers */
     for (int r = 0; r < n; r += count) {
         row_t at[4];
         UNROLL for (int i = 0; i < count; i++) at[i] = rows[r + i < n ? r + i : n - 1];
-        sum_rows(x, stride, heads, at, head_dim, type, what, fetch, skips, out + r);
+        sum_rows(x, stride, heads, at, head_dim, type, what, &ahead, skips, out + r);
     }
+    *fetch = ahead;
     if (type == INT8 && what == PRODUCTS)
         for (int r = 0; r < n; r++)
             for (int h = 0; h < heads; h++) out[h * TILE + r] *= scale_at(rows[r], head_dim);
@@ -265,53 +272,53 @@ static OUTLINE void rows_distance(const float *x, const row_t *rows, int n, int 
 #undef DISTANCE
 }
 
-/* Two rows of rows_measure, decoded once. Products are summed in the order of sum_rows for a single vector. */
-static INLINE void measure_two(const float *x, const float *const *q, const row_t *at, int head_dim, int type,
+/* Four rows of rows_measure, decoded once; or of rows_products, if there is no x. */
+static INLINE void measure_four(const float *x, const float *const *q, const row_t *at, int head_dim, int type,
         fetch_t *fetch, float *distances, float *products) {
-    const int64_t read = 2 * CHUNK * value_bytes(type);
-    vf square[2][2], dot[2][2], scale[2];
-    float sums[4];
-    UNROLL for (int i = 0; i < 2; i++) {
-        UNROLL for (int c = 0; c < 2; c++) square[i][c] = dot[i][c] = vf_set1(0);
-        if (type == INT8) scale[i] = vf_set1(-scale_at(at[i], head_dim));
+    const int64_t read = 4 * CHUNK * value_bytes(type);
+    vf square[4], dot[4], scale[4], xa, xb;
+    UNROLL for (int i = 0; i < 4; i++) {
+        square[i] = dot[i] = vf_set1(0);
+        if (x && type == INT8) scale[i] = vf_set1(-scale_at(at[i], head_dim));
     }
     for (int d = 0; d < head_dim; d += CHUNK) {
-        vf a[2], b[2];
         const int64_t offset = d * value_bytes(type);
-        fetch_lines(fetch, lines_read(read)); /* fetch_step's loop takes longer here */
-        if (d + CHUNK <= head_dim)
-            UNROLL for (int i = 0; i < 2; i++) load_chunk(at[i] + offset, CHUNK, type, &a[i], &b[i]);
-        else
-            UNROLL for (int i = 0; i < 2; i++) load_chunk(at[i] + offset, head_dim - d, type, &a[i], &b[i]);
-        const vf xa = vf_keep(vf_load(x + d)), xb = vf_keep(vf_load(x + d + VW));
-        UNROLL for (int i = 0; i < 2; i++) {
-            dot[i][0] = vf_fma(a[i], vf_load(q[i] + d), dot[i][0]);
-            dot[i][1] = vf_fma(b[i], vf_load(q[i] + d + VW), dot[i][1]);
-            const vf ya = type == INT8 ? vf_fma(scale[i], a[i], xa) : vf_sub(a[i], xa);
-            const vf yb = type == INT8 ? vf_fma(scale[i], b[i], xb) : vf_sub(b[i], xb);
-            square[i][0] = vf_fma(ya, ya, square[i][0]);
-            square[i][1] = vf_fma(yb, yb, square[i][1]);
+        if (x) xa = vf_keep(vf_load(x + d)), xb = vf_keep(vf_load(x + d + VW));
+        fetch_step(fetch, read);
+        UNROLL for (int i = 0; i < 4; i++) {
+            vf a, b;
+            if (d + CHUNK <= head_dim) load_chunk(at[i] + offset, CHUNK, type, &a, &b);
+            else load_chunk(at[i] + offset, head_dim - d, type, &a, &b);
+            dot[i] = vf_fma(b, vf_load(q[i] + d + VW), vf_fma(a, vf_load(q[i] + d), dot[i]));
+            if (!x) continue;
+            const vf ya = type == INT8 ? vf_fma(scale[i], a, xa) : vf_sub(a, xa);
+            const vf yb = type == INT8 ? vf_fma(scale[i], b, xb) : vf_sub(b, xb);
+            square[i] = vf_fma(yb, yb, vf_fma(ya, ya, square[i]));
         }
     }
-    vf_sum4(vf_add(square[0][0], square[0][1]), vf_add(square[1][0], square[1][1]), vf_add(dot[0][0], dot[0][1]),
-        vf_add(dot[1][0], dot[1][1]), sums);
-    memcpy(distances, sums, 8), memcpy(products, sums + 2, 8);
+    if (x) vf_sum4(square[0], square[1], square[2], square[3], distances);
+    vf_sum4(dot[0], dot[1], dot[2], dot[3], products);
 }
 
 static INLINE void measure_tile(const float *x, const float *q, int64_t stride, const uint16_t *which,
         const row_t *rows, int n, int head_dim, int type, fetch_t *fetch, float *distances, float *products) {
-    for (int r = 0; r < n; r += 2) {
-        const int next = r + 1 < n ? r + 1 : r;
-        const row_t at[2] = {rows[r], rows[next]};
-        const float *const own[2] = {q + which[r] * stride, q + which[next] * stride};
-        measure_two(x, own, at, head_dim, type, fetch, distances + r, products + r);
+    fetch_t ahead = *fetch; /* in registers */
+    for (int r = 0; r < n; r += 4) {
+        row_t at[4];
+        const float *own[4];
+        UNROLL for (int i = 0; i < 4; i++) {
+            const int next = r + i < n ? r + i : n - 1;
+            at[i] = rows[next], own[i] = q + which[next] * stride;
+        }
+        measure_four(x, own, at, head_dim, type, &ahead, x ? distances + r : NULL, products + r);
     }
+    *fetch = ahead;
     if (type == INT8)
         for (int r = 0; r < n; r++) products[r] *= scale_at(rows[r], head_dim);
 }
 
 /* distances[r] = Σ_d (row_r[d] − x[d])² and products[r] = Σ_d row_r[d]·q_h[d] with the vector h = which[r] of those
- * that lie `stride` floats apart. One more of either may be written. */
+ * that lie `stride` floats apart. Three more of either may be written. */
 static OUTLINE void rows_measure(const float *x, const float *q, int64_t stride, const uint16_t *which,
         const row_t *rows, int n, int head_dim, int type, fetch_t *fetch, float *distances, float *products) {
 #define MEASURE(H, T) measure_tile(x, q, stride, which, rows, n, head_dim, T, fetch, distances, products)
@@ -319,11 +326,20 @@ static OUTLINE void rows_measure(const float *x, const float *q, int64_t stride,
 #undef MEASURE
 }
 
+/* The products alone, to the last bit the same. */
+static OUTLINE void rows_products(const float *q, int64_t stride, const uint16_t *which, const row_t *rows, int n,
+        int head_dim, int type, fetch_t *fetch, float *products) {
+#define MEASURE(H, T) measure_tile(NULL, q, stride, which, rows, n, head_dim, T, fetch, NULL, products)
+    BY_TYPE(MEASURE, 1)
+#undef MEASURE
+}
+
 /* `chunks` chunks of rows_add in registers; the last has `left` elements. */
-static INLINE void add_chunks(const float *p, int heads, const row_t *rows, int n, int64_t offset, int type,
-        int chunks, int left, fetch_t *fetch, const float *factor, float *sum, int64_t stride) {
+static INLINE void add_chunks(const float *p, int heads, const row_t *rows, const int32_t *which, int n, int64_t offset,
+        int type, int chunks, int left, fetch_t *fetch, const float *factor, float *sum, int64_t stride) {
     const int64_t read = chunks * CHUNK * value_bytes(type);
-    const int skips = fetch_skips(fetch, heads, read);
+    const int skips = which ? fetch->turns - 1 : fetch_skips(fetch, heads, read);
+    fetch_t ahead = *fetch;
     vf acc[4][16];
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int c = 0; c < 2 * chunks; c++)
@@ -331,46 +347,56 @@ static INLINE void add_chunks(const float *p, int heads, const row_t *rows, int 
     for (int r = 0; r < n; r++) {
         UNROLL for (int c = 0; c < chunks; c++) {
             vf a, b;
-            load_chunk(rows[r] + offset + c * CHUNK * value_bytes(type), left, type, &a, &b);
+            load_chunk(rows[which ? which[r] : r] + offset + c * CHUNK * value_bytes(type), left, type, &a, &b);
             UNROLL for (int h = 0; h < heads; h++) {
                 vf weight = vf_set1(p[h * TILE + r]);
                 acc[h][2 * c] = vf_fma(weight, a, acc[h][2 * c]);
                 acc[h][2 * c + 1] = vf_fma(weight, b, acc[h][2 * c + 1]);
             }
         }
-        if (!(r & skips)) fetch_step(fetch, read);
+        if (!(r & skips)) fetch_step(&ahead, read);
     }
+    *fetch = ahead;
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int c = 0; c < 2 * chunks; c++) vf_store(sum + h * stride + c * VW, acc[h][c]);
 }
 
 /* A row in blocks of as many chunks as there are accumulators for: 8, or 16 where there are 32 registers. */
-static INLINE void add_tile(float *p, int heads, const row_t *rows, int n, int head_dim, int type, fetch_t *fetch,
-        const float *factor, float *sum, int64_t stride) {
+static INLINE void add_tile(float *p, int heads, const row_t *rows, const int32_t *which, int n, int head_dim, int type,
+        fetch_t *fetch, const float *factor, float *sum, int64_t stride) {
     const int64_t width = value_bytes(type), value = half_bytes(head_dim, type);
     const int most = (VW < 16 ? 4 : 8) / heads;
     int d = 0;
     if (type == INT8)
         for (int r = 0; r < n; r++)
-            for (int h = 0; h < heads; h++) p[h * TILE + r] *= scale_at(rows[r] + value, head_dim);
+            for (int h = 0; h < heads; h++) p[h * TILE + r] *= scale_at(rows[which ? which[r] : r] + value, head_dim);
 #define ADD_CHUNKS(COUNT) \
     for (; COUNT <= most && d + COUNT * CHUNK <= head_dim; d += COUNT * CHUNK) \
-        add_chunks(p, heads, rows, n, value + d * width, type, COUNT, CHUNK, fetch, factor, sum + d, stride);
+        add_chunks(p, heads, rows, which, n, value + d * width, type, COUNT, CHUNK, fetch, factor, sum + d, stride);
     ADD_CHUNKS(8)
     ADD_CHUNKS(4)
     ADD_CHUNKS(2)
     ADD_CHUNKS(1)
 #undef ADD_CHUNKS
     if (d < head_dim)
-        add_chunks(p, heads, rows, n, value + d * width, type, 1, head_dim - d, fetch, factor, sum + d, stride);
+        add_chunks(p, heads, rows, which, n, value + d * width, type, 1, head_dim - d, fetch, factor, sum + d, stride);
 }
 
 /* sum_h = factor_h·sum_h + Σ_r p[h][r]·V_r for `heads` packed sums `stride` floats apart; p, [heads][TILE], is used
  * up. */
 static OUTLINE void rows_add(float *p, int heads, const row_t *rows, int n, int head_dim, int type, fetch_t *fetch,
         const float *factor, float *sum, int64_t stride) {
-#define ADD(H, T) add_tile(p, H, rows, n, head_dim, T, fetch, factor, sum, stride)
+#define ADD(H, T) add_tile(p, H, rows, NULL, n, head_dim, T, fetch, factor, sum, stride)
     BY_HEADS_AND_TYPE(ADD)
+#undef ADD
+}
+
+/* The same for rows[which[r]] and one or two heads. Every step fetches, or as many as there are turns. */
+static OUTLINE void rows_add_some(float *p, int heads, const row_t *rows, const int32_t *which, int n, int head_dim,
+        int type, fetch_t *fetch, const float *factor, float *sum, int64_t stride) {
+#define ADD(H, T) add_tile(p, H, rows, which, n, head_dim, T, fetch, factor, sum, stride)
+    if (heads == 1) BY_TYPE(ADD, 1)
+    else BY_TYPE(ADD, 2)
 #undef ADD
 }
 

@@ -303,41 +303,31 @@ static OUTLINE void take_bits(const uint64_t *taken, int64_t n, int bound, uint6
 /* --- weights of sampled rows --- */
 
 /* Per key −ln u of `estimator.signature_probability`, u = Φ(z) + exp(s − τ + σ²/2)·Φ(−x), z = (s − τ)/σ, x = z + σ, from
- * the table of −ln Φ with `cells` uniform cells: dots = q·k without the scale, squares = |k − μ|², means = q·μ with the
- * scale, factors as stored. bits and share: B and c of docs/method.md (3). n ≤ TILE.
+ * the table of −ln Φ with `cells` uniform cells: dots = q·k without the scale, x2 = |k − μ|², mean = q·μ with the scale,
+ * f the factors as stored. bits and share: B and c of docs/method.md (3).
  *
  * Where x > 0 the exponent is (x² − z²)/2, with the x that the table is read at: its end is x = 11, at σ above 4. */
-static inline void signature_weights(const float *dots, const float *squares, const float *means, const float *factors,
-        int n, const signed_t *head, float scale, int D, int bits, float share, const float *table, int cells,
-        float *out) {
+static INLINE vf signature_weight(vf dots, vf x2, vf mean, vf f, const signed_t *head, float scale, int D, int bits,
+        float share, const float *table, int cells) {
     const float per_dimension = 1 / (float)(D > 1 ? D - 1 : 1);
     const vf zero = vf_set1(0), one = vf_set1(1), half = vf_set1(0.5f), low = vf_set1(Z_LOW), least = vf_set1(200);
     const vf per_z = vf_set1((float)cells / (Z_HIGH - Z_LOW));
-    float by_jitter[TILE], exponents[TILE];
-    for (int r = 0; r < n; r += VW) {
-        const vf s = vf_mul(vf_load(dots + r), vf_set1(scale)), x2 = vf_load(squares + r), f = vf_load(factors + r);
-        const vf along = vf_sub(s, vf_load(means + r)), f2 = vf_mul(f, f);
-        const vf part = vf_gt(x2, zero, vf_div(vf_mul(along, along), x2), zero);
-        const vf across = vf_sub(vf_set1(head->norm), part);
-        const vf free = vf_sub(vf_mul(vf_set1((float)bits), f2), vf_mul(vf_set1(share), x2));
-        vf variance = vf_mul(vf_mul(vf_gt(across, zero, across, zero), vf_gt(free, zero, free, zero)),
-                             vf_set1(per_dimension));
-        variance = vf_add(vf_fma(vf_set1(head->noise), f2, variance), vf_set1(head->unit * head->unit / 3));
-        const vf sigma = vf_sqrt(variance), above = vf_sub(s, vf_set1(head->tau)), z = vf_div(above, sigma);
-        const vf x = vf_add(z, sigma), read = vf_clamp(vf_sub(zero, x), Z_LOW, Z_HIGH);
-        const vf end = vf_gt(x, vf_sub(zero, low), vf_sub(zero, low), x);
-        const vf squared = vf_mul(half, vf_mul(vf_sub(end, z), vf_add(end, z)));
-        vf_store(exponents + r, vf_gt(x, zero, squared, vf_fma(half, variance, above)));
-        vf_store(by_jitter + r, vf_mul(vf_sub(read, low), per_z));
-        vf_store(out + r, vf_mul(vf_sub(vf_clamp(z, Z_LOW, Z_HIGH), low), per_z));
-    }
-    read_table(out, n, table, cells);
-    read_table(by_jitter, n, table, cells);
-    for (int r = 0; r < n; r += VW) {
-        vf a = vf_load(out + r), b = vf_sub(vf_load(by_jitter + r), vf_load(exponents + r));
-        b = vf_gt(least, b, b, least);
-        const vf apart = vf_gt(a, b, vf_sub(b, a), vf_sub(a, b));
-        const vf u = vf_sub(vf_gt(a, b, b, a), vf_log(vf_add(one, vf_exp(apart))));
-        vf_store(out + r, vf_gt(u, zero, u, zero));
-    }
+    const vf s = vf_mul(dots, vf_set1(scale)), along = vf_sub(s, mean), f2 = vf_mul(f, f);
+    const vf part = vf_gt(x2, zero, vf_div(vf_mul(along, along), x2), zero);
+    const vf across = vf_sub(vf_set1(head->norm), part);
+    const vf free = vf_sub(vf_mul(vf_set1((float)bits), f2), vf_mul(vf_set1(share), x2));
+    vf variance = vf_mul(vf_mul(vf_gt(across, zero, across, zero), vf_gt(free, zero, free, zero)),
+                         vf_set1(per_dimension));
+    variance = vf_add(vf_fma(vf_set1(head->noise), f2, variance), vf_set1(head->unit * head->unit / 3));
+    const vf sigma = vf_sqrt(variance), above = vf_sub(s, vf_set1(head->tau)), z = vf_div(above, sigma);
+    const vf x = vf_add(z, sigma), read = vf_clamp(vf_sub(zero, x), Z_LOW, Z_HIGH);
+    const vf end = vf_gt(x, vf_sub(zero, low), vf_sub(zero, low), x);
+    const vf squared = vf_mul(half, vf_mul(vf_sub(end, z), vf_add(end, z)));
+    const vf exponent = vf_gt(x, zero, squared, vf_fma(half, variance, above));
+    const vf a = vf_read(table, cells, vf_mul(vf_sub(vf_clamp(z, Z_LOW, Z_HIGH), low), per_z));
+    vf b = vf_sub(vf_read(table, cells, vf_mul(vf_sub(read, low), per_z)), exponent);
+    b = vf_gt(least, b, b, least);
+    const vf apart = vf_gt(a, b, vf_sub(b, a), vf_sub(a, b));
+    const vf u = vf_sub(vf_gt(a, b, b, a), vf_log(vf_add(one, vf_exp(apart))));
+    return vf_gt(u, zero, u, zero);
 }

@@ -21,6 +21,8 @@ static inline vf vf_div(vf a, vf b) { return _mm256_div_ps(a, b); }
 static inline vf vf_sqrt(vf a) { return _mm256_sqrt_ps(a); }
 static inline vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 static inline vf vf_gt(vf a, vf b, vf x, vf y) { return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
+static inline vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+static inline vf vf_min(vf a, vf b) { return _mm256_min_ps(a, b); }
 static inline void vf_or_gt(uint32_t *codes, vf a, vf b, int k) {
     __m256i bit = _mm256_and_si256(_mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_GT_OQ)), _mm256_set1_epi32(1 << k));
     __m256i *at = (__m256i *)codes;
@@ -54,6 +56,34 @@ static inline void vf_load_bf16_part(const uint16_t *p, int n, vf *even, vf *odd
 static inline void vf_sum4(vf a, vf b, vf c, vf d, float *out) {
     vf sums = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+}
+#define HAS_LIST_BITS
+static uint64_t bits_of_byte[256]; /* their positions, a byte each */
+static __attribute__((constructor)) void fill_bits_of_byte(void) {
+    for (int byte = 0; byte < 256; byte++)
+        for (int bit = 0, n = 0; bit < 8; bit++)
+            if (byte >> bit & 1) bits_of_byte[byte] |= (uint64_t)bit << 8 * n++;
+}
+static inline int list_bits(uint64_t word, int32_t *a, int32_t *b) {
+    int n = 0;
+#pragma GCC unroll 8
+    for (int i = 0; i < 64; i += 8) {
+        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(bits_of_byte + (word >> i & 255)));
+        const __m256i bits = _mm256_add_epi32(_mm256_cvtepu8_epi32(bytes), _mm256_set1_epi32(i));
+        _mm256_storeu_si256((__m256i *)(a + n), bits);
+        _mm256_storeu_si256((__m256i *)(b + n), bits);
+        n += __builtin_popcountll(word >> i & 255);
+    }
+    return n;
+}
+static inline vf vf_pick(const float *base, const int32_t *index) {
+    return _mm256_i32gather_ps(base, _mm256_loadu_si256((const __m256i *)index), 4);
+}
+static inline vf vf_read(const float *table, int cells, vf at) {
+    const __m256i cell = _mm256_min_epi32(_mm256_cvttps_epi32(at), _mm256_set1_epi32(cells - 1));
+    const __m256 from = _mm256_i32gather_ps(table, cell, 4), to = _mm256_i32gather_ps(table + 1, cell, 4);
+    const __m256 part = _mm256_sub_ps(at, _mm256_cvtepi32_ps(cell));
+    return _mm256_add_ps(from, _mm256_mul_ps(part, _mm256_sub_ps(to, from)));
 }
 
 static inline vf vf_split(vf x, vf *e) {

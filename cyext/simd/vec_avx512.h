@@ -23,6 +23,8 @@ static inline vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 static inline vf vf_gt(vf a, vf b, vf x, vf y) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), y, x);
 }
+static inline vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
+static inline vf vf_min(vf a, vf b) { return _mm512_min_ps(a, b); }
 static inline void vf_or_gt(uint32_t *codes, vf a, vf b, int k) {
     __m512i old = _mm512_loadu_si512(codes);
     __mmask16 set = _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ);
@@ -56,6 +58,29 @@ static inline void vf_sum4(vf a, vf b, vf c, vf d, float *out) {
     __m256 low = _mm256_hadd_ps(half_sum(a), half_sum(b)), high = _mm256_hadd_ps(half_sum(c), half_sum(d));
     __m256 sums = _mm256_hadd_ps(low, high);
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+}
+#define HAS_LIST_BITS
+static inline int list_bits(uint64_t word, int32_t *a, int32_t *b) {
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    int n = 0;
+#pragma GCC unroll 4
+    for (int i = 0; i < 64; i += 16) {
+        const __mmask16 of_word = (__mmask16)(word >> i);
+        const __m512i bits = _mm512_maskz_compress_epi32(of_word, _mm512_add_epi32(lanes, _mm512_set1_epi32(i)));
+        _mm512_storeu_si512(a + n, bits);
+        _mm512_storeu_si512(b + n, bits);
+        n += __builtin_popcount(of_word);
+    }
+    return n;
+}
+static inline vf vf_pick(const float *base, const int32_t *index) {
+    return _mm512_i32gather_ps(_mm512_loadu_si512(index), base, 4);
+}
+static inline vf vf_read(const float *table, int cells, vf at) {
+    const __m512i cell = _mm512_min_epi32(_mm512_cvttps_epi32(at), _mm512_set1_epi32(cells - 1));
+    const __m512 from = _mm512_i32gather_ps(cell, table, 4), to = _mm512_i32gather_ps(cell, table + 1, 4);
+    const __m512 part = _mm512_sub_ps(at, _mm512_cvtepi32_ps(cell));
+    return _mm512_add_ps(from, _mm512_mul_ps(part, _mm512_sub_ps(to, from)));
 }
 
 static inline vf vf_split(vf x, vf *e) {

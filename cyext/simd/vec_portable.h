@@ -30,6 +30,9 @@ static inline vf vf_gt(vf a, vf b, vf x, vf y) {
     vi m = (vi)(a > b);
     return (vf)((m & (vi)x) | (~m & (vi)y));
 }
+/* The larger, the smaller; b where a is not a number. */
+static inline vf vf_max(vf a, vf b) { return vf_gt(a, b, a, b); }
+static inline vf vf_min(vf a, vf b) { return vf_gt(b, a, a, b); }
 /* bit k of every lane set where a > b */
 static inline void vf_or_gt(uint32_t *codes, vf a, vf b, int k) {
     vi v;
@@ -69,6 +72,20 @@ static inline void vf_sum4(vf a, vf b, vf c, vf d, float *out) {
     out[1] = (b[0] + b[1]) + (b[2] + b[3]);
     out[2] = (c[0] + c[1]) + (c[2] + c[3]);
     out[3] = (d[0] + d[1]) + (d[2] + d[3]);
+}
+/* base[index[i]] */
+static inline vf vf_pick(const float *base, const int32_t *index) {
+    return (vf){base[index[0]], base[index[1]], base[index[2]], base[index[3]]};
+}
+/* Positions among uniform cells → values of the table [cells + 1], by linear interpolation. */
+static inline vf vf_read(const float *table, int cells, vf at) {
+    vf out;
+    for (int i = 0; i < VW; i++) {
+        int cell = (int)at[i];
+        if (cell > cells - 1) cell = cells - 1;
+        out[i] = table[cell] + (at[i] - (float)cell) * (table[cell + 1] - table[cell]);
+    }
+    return out;
 }
 
 /* The value as m·2^e with 1 ≤ m < 2; of positive normal numbers. */
