@@ -143,6 +143,29 @@ def test_no_bit_depends_on_threads_neighbours_blocks_or_alignment(native_isa):
         assert np.array_equal(alone.lse[0], wanted.lse[1])
 
 
+def test_pieces_of_which_nothing_is_sampled(isa):
+    """What one thread walks as one item, others cut into items; whole pieces are empty, at either end and between."""
+    count, heads, projection = 45_000, 8, make_projection(8, 5, 12)  # six pieces per kv head
+    table = make_table(make_rows(heads, count, 8), block_rows=1000)
+    mu = np.zeros((heads, 8), np.float32)
+    codes = kernels.hash_rows(table, 0, count, projection, None, 1)
+    codes[:, :, :9000] = codes[:, :, 20_000:33_000] = 31
+    codes[3] = codes[7, :, 16_000:] = 31
+    groups = [kernels.SampledRows(table, mu, [kernels.build_segment(codes, 5, 0, 1)])]
+    q = queries(1, 2 * heads, 8)
+    asked = kernels.hash_queries(q, projection, 1)
+    asked[asked == 31] = 30
+    weights = log_weights(5, 12)
+    wanted = kernels.lsh_attend(q, asked, groups, weights, scale=0.3, threads=1)
+    assert not wanted.sampled[0, 6:8].any()
+    assert wanted.sampled[0, 8:].min() > 50
+    assert_estimate(wanted, q, asked, groups, weights, 0.3)
+    for threads in (2, 3, 40):
+        done = kernels.lsh_attend(q, asked, groups, weights, scale=0.3, threads=threads)
+        assert np.array_equal(done.out, wanted.out)
+        assert np.array_equal(done.lse, wanted.lse)
+
+
 def test_segments_and_tails_sample_the_same_rows(isa):
     table, projection = make_table(make_rows(2, 3000, 32)), make_projection(32, 8, 60)
     codes = kernels.hash_queries(queries(1, 6, 32), projection, 1)
