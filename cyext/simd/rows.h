@@ -272,49 +272,64 @@ static OUTLINE void rows_distance(const float *x, const row_t *rows, int n, int 
 #undef DISTANCE
 }
 
-/* Four rows of rows_measure, decoded once; or of rows_products, if there is no x. */
-static INLINE void measure_four(const float *x, const float *const *q, const row_t *at, int head_dim, int type,
+/* Rows of rows_measure at once: four, or where scales need registers too, two of two chains each. */
+#define MEASURED(type) (VW < 16 && (type) == INT8 ? 2 : 4)
+
+/* So many rows, decoded once. Without x only their products: rows_products. */
+static INLINE void measure_rows(const float *x, const float *const *q, const row_t *at, int head_dim, int type,
         fetch_t *fetch, float *distances, float *products) {
-    const int64_t read = 4 * CHUNK * value_bytes(type);
-    vf square[4], dot[4], scale[4], xa, xb;
-    UNROLL for (int i = 0; i < 4; i++) {
-        square[i] = dot[i] = vf_set1(0);
-        if (x && type == INT8) scale[i] = vf_set1(-scale_at(at[i], head_dim));
-    }
+    const int count = MEASURED(type), second = count == 2;
+    const int64_t read = count * CHUNK * value_bytes(type);
+    vf square[4], dot[4], scale[4], xa, xb; /* [count], then the second chains */
+    float scales[4], sums[4];
+    UNROLL for (int i = 0; i < 4; i++) square[i] = dot[i] = vf_set1(0);
+    if (type == INT8)
+        UNROLL for (int i = 0; i < count; i++) scales[i] = scale_at(at[i], head_dim), scale[i] = vf_set1(-scales[i]);
     for (int d = 0; d < head_dim; d += CHUNK) {
         const int64_t offset = d * value_bytes(type);
         if (x) xa = vf_keep(vf_load(x + d)), xb = vf_keep(vf_load(x + d + VW));
         fetch_step(fetch, read);
-        UNROLL for (int i = 0; i < 4; i++) {
+        UNROLL for (int i = 0; i < count; i++) {
+            const int j = i + 2 * second;
             vf a, b;
             if (d + CHUNK <= head_dim) load_chunk(at[i] + offset, CHUNK, type, &a, &b);
             else load_chunk(at[i] + offset, head_dim - d, type, &a, &b);
-            dot[i] = vf_fma(b, vf_load(q[i] + d + VW), vf_fma(a, vf_load(q[i] + d), dot[i]));
+            dot[i] = vf_fma(a, vf_load(q[i] + d), dot[i]);
+            dot[j] = vf_fma(b, vf_load(q[i] + d + VW), dot[j]);
             if (!x) continue;
             const vf ya = type == INT8 ? vf_fma(scale[i], a, xa) : vf_sub(a, xa);
             const vf yb = type == INT8 ? vf_fma(scale[i], b, xb) : vf_sub(b, xb);
-            square[i] = vf_fma(yb, yb, vf_fma(ya, ya, square[i]));
+            square[i] = vf_fma(ya, ya, square[i]);
+            square[j] = vf_fma(yb, yb, square[j]);
         }
     }
-    if (x) vf_sum4(square[0], square[1], square[2], square[3], distances);
-    vf_sum4(dot[0], dot[1], dot[2], dot[3], products);
+    if (second) {
+        vf_sum4(vf_add(square[0], square[2]), vf_add(square[1], square[3]), vf_add(dot[0], dot[2]),
+            vf_add(dot[1], dot[3]), sums);
+        if (x) memcpy(distances, sums, 8);
+        memcpy(products, sums + 2, 8);
+    } else {
+        if (x) vf_sum4(square[0], square[1], square[2], square[3], distances);
+        vf_sum4(dot[0], dot[1], dot[2], dot[3], products);
+    }
+    if (type == INT8)
+        for (int i = 0; i < count; i++) products[i] *= scales[i];
 }
 
 static INLINE void measure_tile(const float *x, const float *q, int64_t stride, const uint16_t *which,
         const row_t *rows, int n, int head_dim, int type, fetch_t *fetch, float *distances, float *products) {
+    const int count = MEASURED(type);
     fetch_t ahead = *fetch; /* in registers */
-    for (int r = 0; r < n; r += 4) {
+    for (int r = 0; r < n; r += count) {
         row_t at[4];
         const float *own[4];
-        UNROLL for (int i = 0; i < 4; i++) {
+        UNROLL for (int i = 0; i < count; i++) {
             const int next = r + i < n ? r + i : n - 1;
             at[i] = rows[next], own[i] = q + which[next] * stride;
         }
-        measure_four(x, own, at, head_dim, type, &ahead, x ? distances + r : NULL, products + r);
+        measure_rows(x, own, at, head_dim, type, &ahead, x ? distances + r : NULL, products + r);
     }
     *fetch = ahead;
-    if (type == INT8)
-        for (int r = 0; r < n; r++) products[r] *= scale_at(rows[r], head_dim);
 }
 
 /* distances[r] = Σ_d (row_r[d] − x[d])² and products[r] = Σ_d row_r[d]·q_h[d] with the vector h = which[r] of those

@@ -17,7 +17,7 @@ typedef struct { /* a query head, and what the probability of its rows depends o
     const float *means;       /* likewise: [cells] q·μ, q times the scale */
 } head_t;
 
-/* What is measured of a tile. Rows are measured in fours: there is room behind the last. */
+/* What is measured of a tile. Up to four rows are measured at once: there is room behind the last. */
 typedef struct {
     uint16_t first[TILE];     /* the first head that has sampled a row */
     float squares[TILE + 3];  /* |k − μ|² */
