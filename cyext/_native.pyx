@@ -183,7 +183,7 @@ cdef extern from "samples.h" nogil:
         float* products
         uint16_t* first
         float* factors
-        int64_t* cells
+        int32_t* cells
     ctypedef struct samples_t:
         int* n
         int32_t* row

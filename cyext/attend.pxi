@@ -4,7 +4,7 @@
 
 cdef enum:
     PIECE_ROWS = 4096  # 2 MB of bfloat16 rows at D = 128: a merge costs little, and 16 threads find work at 16k rows
-    SAMPLED_PIECE_ROWS = 8192  # of which few are read: the first tile of a piece is waited for, so pieces are longer
+    SAMPLED_PIECE_ROWS = 8192  # of which few are read
 
 
 cdef struct Shape:

@@ -226,12 +226,13 @@ cdef void _measure(Tile* tile, const Piece* piece, const Shape* shape, const flo
                      measured.squares, measured.products)
     else:
         unit = piece.part.units + piece.kv_head
+        memset(measured.cells, 0, TILE * sizeof(int32_t))
         r = 0
         while r < taken.n:
             number, last = taken.ids[r] // CELL_ROWS, r
             cell = unit.cells + number
             while last < taken.n and taken.ids[last] // CELL_ROWS == number:
-                measured.cells[last] = number
+                measured.cells[last] = <int32_t>number
                 measured.factors[last] = bf16_to_float(_factors_of(cell, unit.kv_head)[taken.ids[last] % CELL_ROWS])
                 last = last + 1
             for d in range(shape.D):

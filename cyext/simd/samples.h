@@ -23,7 +23,7 @@ typedef struct {
     float squares[TILE + 3];  /* |k − μ|² */
     float products[(HEADS + 1) * TILE + 3]; /* q·k with the query of that head, then of the samples that are left */
     float factors[TILE];      /* of signatures */
-    int64_t cells[TILE];      /* likewise: number of the cell */
+    int32_t cells[TILE];      /* likewise: number of the cell; 0 behind the last row */
 } measured_t;
 
 /* Samples of HEADS heads. Those of head h begin at h·TILE; what stands behind the last of them may be read. */
@@ -35,6 +35,7 @@ typedef struct {
     int32_t product[HEADS * TILE];     /* where among the products */
     float p[HEADS * TILE];             /* exp(logit − top) */
     float log_pi[HEADS * TILE];
+    float by_jitter[HEADS * TILE], exponents[HEADS * TILE]; /* of signatures: see signature_positions */
     int shared;                        /* samples of rows that an earlier head has sampled too */
     row_t shared_rows[HEADS * TILE];
     uint16_t shared_heads[HEADS * TILE];
@@ -102,11 +103,13 @@ static OUTLINE void samples_weigh(samples_t *s, const measured_t *measured, cons
         const head_t *head = heads + h;
         const vf dots = vf_pick(measured->products, s->product + at), squares = vf_pick(measured->squares, s->row + at);
         if (how->by_signatures) {
-            const int n = s->n[h] - at % TILE; /* behind them may stand rows of no cell */
-            float means[VW] = {0};
-            for (int i = 0; i < VW && i < n; i++) means[i] = head->means[measured->cells[s->row[at + i]]];
-            vf_store(s->log_pi + at, signature_weight(dots, squares, vf_load(means), vf_pick(measured->factors, s->row + at),
-                head->about, how->scale, how->D, how->bits, how->share, how->table, how->cells));
+            const vf means = vf_pick_by(head->means, measured->cells, s->row + at);
+            const vf factors = vf_pick(measured->factors, s->row + at);
+            vf by_noise, by_jitter, exponent;
+            signature_positions(dots, squares, means, factors, head->about, how->scale, how->D, how->bits, how->share,
+                how->cells, &by_noise, &by_jitter, &exponent);
+            vf_store(s->log_pi + at, by_noise), vf_store(s->by_jitter + at, by_jitter);
+            vf_store(s->exponents + at, exponent);
         } else
             vf_store(s->log_pi + at, table_position(dots, squares, head, (float)how->cells));
         vf_store(s->p + at, scaled_logits(dots, how->scale, how->cap));
@@ -114,7 +117,11 @@ static OUTLINE void samples_weigh(samples_t *s, const measured_t *measured, cons
     for (int v = 0; v < s->vectors; v++) {
         const int at = s->from[v], h = at / TILE;
         vf log_pi = vf_load(s->log_pi + at);
-        if (!how->by_signatures) log_pi = vf_read(how->table, how->cells, log_pi);
+        if (how->by_signatures)
+            log_pi = signature_weight(log_pi, vf_load(s->by_jitter + at), vf_load(s->exponents + at), how->table,
+                how->cells);
+        else
+            log_pi = vf_read(how->table, how->cells, log_pi);
         if (heads[h].rate > 0) log_pi = with_tail(log_pi, heads[h].rate);
         vf_store(s->log_pi + at, log_pi);
         vf x = vf_add(vf_load(s->p + at), log_pi);

@@ -117,9 +117,11 @@ static INLINE void take_rows(scan_t *scan, int heads, int with_ids, taken_t *til
 }
 
 static OUTLINE void scan_take(scan_t *scan, int with_ids, taken_t *tile, uint64_t *sampled) {
-    if (with_ids) take_rows(scan, scan->heads, 1, tile, sampled);
-    else if (scan->heads == 4) take_rows(scan, 4, 0, tile, sampled);
-    else take_rows(scan, scan->heads, 0, tile, sampled);
+    if (scan->heads == 4) {
+        if (with_ids) take_rows(scan, 4, 1, tile, sampled);
+        else take_rows(scan, 4, 0, tile, sampled);
+    } else
+        take_rows(scan, scan->heads, with_ids, tile, sampled);
 }
 
 #ifndef HAS_LIST_BITS

@@ -303,14 +303,14 @@ static OUTLINE void take_bits(const uint64_t *taken, int64_t n, int bound, uint6
 /* --- weights of sampled rows --- */
 
 /* Per key −ln u of `estimator.signature_probability`, u = Φ(z) + exp(s − τ + σ²/2)·Φ(−x), z = (s − τ)/σ, x = z + σ, from
- * the table of −ln Φ with `cells` uniform cells: dots = q·k without the scale, x2 = |k − μ|², mean = q·μ with the scale,
+ * the table of −ln Φ with `cells` uniform cells, in two steps: where the table is to be read, and what follows. dots = q·k without the scale, x2 = |k − μ|², mean = q·μ with the scale,
  * f the factors as stored. bits and share: B and c of docs/method.md (3).
  *
  * Where x > 0 the exponent is (x² − z²)/2, with the x that the table is read at: its end is x = 11, at σ above 4. */
-static INLINE vf signature_weight(vf dots, vf x2, vf mean, vf f, const signed_t *head, float scale, int D, int bits,
-        float share, const float *table, int cells) {
+static INLINE void signature_positions(vf dots, vf x2, vf mean, vf f, const signed_t *head, float scale, int D, int bits,
+        float share, int cells, vf *by_noise, vf *by_jitter, vf *exponent) {
     const float per_dimension = 1 / (float)(D > 1 ? D - 1 : 1);
-    const vf zero = vf_set1(0), one = vf_set1(1), half = vf_set1(0.5f), low = vf_set1(Z_LOW), least = vf_set1(200);
+    const vf zero = vf_set1(0), half = vf_set1(0.5f), low = vf_set1(Z_LOW);
     const vf per_z = vf_set1((float)cells / (Z_HIGH - Z_LOW));
     const vf s = vf_mul(dots, vf_set1(scale)), along = vf_sub(s, mean), f2 = vf_mul(f, f);
     const vf part = vf_gt(x2, zero, vf_div(vf_mul(along, along), x2), zero);
@@ -323,9 +323,15 @@ static INLINE vf signature_weight(vf dots, vf x2, vf mean, vf f, const signed_t 
     const vf x = vf_add(z, sigma), read = vf_clamp(vf_sub(zero, x), Z_LOW, Z_HIGH);
     const vf end = vf_gt(x, vf_sub(zero, low), vf_sub(zero, low), x);
     const vf squared = vf_mul(half, vf_mul(vf_sub(end, z), vf_add(end, z)));
-    const vf exponent = vf_gt(x, zero, squared, vf_fma(half, variance, above));
-    const vf a = vf_read(table, cells, vf_mul(vf_sub(vf_clamp(z, Z_LOW, Z_HIGH), low), per_z));
-    vf b = vf_sub(vf_read(table, cells, vf_mul(vf_sub(read, low), per_z)), exponent);
+    *exponent = vf_gt(x, zero, squared, vf_fma(half, variance, above));
+    *by_jitter = vf_mul(vf_sub(read, low), per_z);
+    *by_noise = vf_mul(vf_sub(vf_clamp(z, Z_LOW, Z_HIGH), low), per_z);
+}
+
+static INLINE vf signature_weight(vf by_noise, vf by_jitter, vf exponent, const float *table, int cells) {
+    const vf zero = vf_set1(0), one = vf_set1(1), least = vf_set1(200);
+    const vf a = vf_read(table, cells, by_noise);
+    vf b = vf_sub(vf_read(table, cells, by_jitter), exponent);
     b = vf_gt(least, b, b, least);
     const vf apart = vf_gt(a, b, vf_sub(b, a), vf_sub(a, b));
     const vf u = vf_sub(vf_gt(a, b, b, a), vf_log(vf_add(one, vf_exp(apart))));

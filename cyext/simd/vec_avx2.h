@@ -79,6 +79,10 @@ static inline int list_bits(uint64_t word, int32_t *a, int32_t *b) {
 static inline vf vf_pick(const float *base, const int32_t *index) {
     return _mm256_i32gather_ps(base, _mm256_loadu_si256((const __m256i *)index), 4);
 }
+static inline vf vf_pick_by(const float *base, const int32_t *index, const int32_t *which) {
+    const __m256i at = _mm256_i32gather_epi32(index, _mm256_loadu_si256((const __m256i *)which), 4);
+    return _mm256_i32gather_ps(base, at, 4);
+}
 static inline vf vf_read(const float *table, int cells, vf at) {
     const __m256i cell = _mm256_min_epi32(_mm256_cvttps_epi32(at), _mm256_set1_epi32(cells - 1));
     const __m256 from = _mm256_i32gather_ps(table, cell, 4), to = _mm256_i32gather_ps(table + 1, cell, 4);

@@ -76,6 +76,9 @@ static inline int list_bits(uint64_t word, int32_t *a, int32_t *b) {
 static inline vf vf_pick(const float *base, const int32_t *index) {
     return _mm512_i32gather_ps(_mm512_loadu_si512(index), base, 4);
 }
+static inline vf vf_pick_by(const float *base, const int32_t *index, const int32_t *which) {
+    return _mm512_i32gather_ps(_mm512_i32gather_epi32(_mm512_loadu_si512(which), index, 4), base, 4);
+}
 static inline vf vf_read(const float *table, int cells, vf at) {
     const __m512i cell = _mm512_min_epi32(_mm512_cvttps_epi32(at), _mm512_set1_epi32(cells - 1));
     const __m512 from = _mm512_i32gather_ps(cell, table, 4), to = _mm512_i32gather_ps(cell, table + 1, 4);

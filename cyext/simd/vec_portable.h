@@ -77,6 +77,10 @@ static inline void vf_sum4(vf a, vf b, vf c, vf d, float *out) {
 static inline vf vf_pick(const float *base, const int32_t *index) {
     return (vf){base[index[0]], base[index[1]], base[index[2]], base[index[3]]};
 }
+/* base[index[which[i]]] */
+static inline vf vf_pick_by(const float *base, const int32_t *index, const int32_t *which) {
+    return (vf){base[index[which[0]]], base[index[which[1]]], base[index[which[2]]], base[index[which[3]]]};
+}
 /* Positions among uniform cells → values of the table [cells + 1], by linear interpolation. */
 static inline vf vf_read(const float *table, int cells, vf at) {
     vf out;
