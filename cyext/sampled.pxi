@@ -107,7 +107,12 @@ cdef struct Room:  # of a worker
     head_t* heads          # [G]
     uint64_t* sampled      # [2][G] of two tiles
     uint64_t* shared       # [G] rows of the tile at hand that an earlier head has sampled too
-    samples_t* samples     # [batches of HEADS heads]
+    samples_t* samples     # [batches]
+
+
+cdef inline int _batches(int G) noexcept nogil:
+    """Of up to HEADS query heads."""
+    return (G + HEADS - 1) // HEADS
 
 
 cdef void _attend_sampled(int64_t first, int64_t last, const AttendJob* job, Room* room) noexcept nogil:
@@ -143,7 +148,7 @@ cdef void _attend_sampled(int64_t first, int64_t last, const AttendJob* job, Roo
             piece = tile.piece
             _set_heads(piece, job, room.heads, mu)
         _measure(tile, piece, shape, room.heads[0].q, view.spread != NULL, mu, &fetch)
-        for batch in range((shape.G + HEADS - 1) // HEADS):
+        for batch in range(_batches(shape.G)):
             _attend_heads(tile, room, batch, job, &fetch)
         fetch_rest(&fetch)
         tile, ahead = ahead, tile
@@ -202,7 +207,7 @@ cdef inline int _list(Tile* tile, Room* room, int G) noexcept nogil:
         before |= tile.sampled[g]
         samples += count_bits(tile.sampled[g])
     memset(tile.measured.first, 0, TILE * sizeof(uint16_t))
-    for batch in range((G + HEADS - 1) // HEADS):
+    for batch in range(_batches(G)):
         g = batch * HEADS
         samples_list(room.samples + batch, tile.sampled + g, room.shared + g, min(<int>HEADS, G - g), g,
                      tile.taken.rows, tile.measured.first)
@@ -332,7 +337,7 @@ cdef void _attend_item(const void* work, int64_t item, int worker) noexcept nogi
 
 
 cdef tuple _attend_all(const float[:, :, ::1] q, Parts parts, Tables sources, tables, runs, const float[::1] weights,
-                       const AttendJob* about, float rate, float scale, float softcap, int threads, bint with_error,
+                       const weigh_t* about, float rate, float scale, float softcap, int threads, bint with_error,
                        Memory times_memory, int64_t began):
     """Output float32 [B, H, D], LSE and estimated error float32 [B, H], sampled int64 [B, H], ns of retrieve, attend,
     window, merge (of all threads together), and of the call.
@@ -350,7 +355,7 @@ cdef tuple _attend_all(const float[:, :, ::1] q, Parts parts, Tables sources, ta
     cdef Partials partials = Partials(count, shape.B * shape.Hkv, shape.G, shape.packed, with_error)
     cdef Partial* view = &partials.view
     view.first[shape.B * shape.Hkv] = _all_pieces(parts, runs, sources, &shape, view.pieces, view.first)
-    cdef int64_t batches = (shape.G + HEADS - 1) // HEADS
+    cdef int64_t batches = _batches(shape.G)
     cdef Memory heads = Memory(threads * shape.G * sizeof(head_t)), rooms = Memory(threads * sizeof(Room))
     cdef Memory masks = Memory(3 * threads * shape.G * sizeof(uint64_t))
     cdef Memory samples = Memory(threads * batches * sizeof(samples_t), zero=False)
@@ -366,7 +371,7 @@ cdef tuple _attend_all(const float[:, :, ::1] q, Parts parts, Tables sources, ta
     job.weigh = weigh_t(scale, softcap, &weights[0], weights.shape[0] - 1, about != NULL, shape.D, 0, 0)
     job.pieces, job.each = count, max(1, count // (threads * ITEMS_OF_THREAD) if threads > 1 else count)
     if about != NULL:
-        job.weigh.bits, job.weigh.share = about.weigh.bits, about.weigh.share
+        job.weigh.bits, job.weigh.share = about.bits, about.share
     with nogil:
         crew_run(threads, <double>rows * shape.H, (count + job.each - 1) // job.each, _attend_item, &job)
 

@@ -378,8 +378,8 @@ def rabitq_attend(const float[:, :, ::1] q, const float[:, :, ::1] packed, float
     cdef Tables sources = Tables(tables + [run[0] for of_sequence in runs for run in of_sequence])
     cdef Signed signed = Signed(q, packed, groups, jitter, key, scale)
     cdef Parts parts = _take_signed(signed, groups, sources, rates, shares, key, threads, <int64_t*>times.at, taken)
-    cdef AttendJob about
-    about.weigh.bits, about.weigh.share = 4 * signed.job.nibbles, share
+    cdef weigh_t about
+    about.bits, about.share = 4 * signed.job.nibbles, share
     return _attend_all(q, parts, sources, tables, runs, weights, &about, 0, scale, softcap, threads, with_error, times,
                        began)
 

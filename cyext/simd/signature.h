@@ -303,8 +303,9 @@ static OUTLINE void take_bits(const uint64_t *taken, int64_t n, int bound, uint6
 /* --- weights of sampled rows --- */
 
 /* Per key −ln u of `estimator.signature_probability`, u = Φ(z) + exp(s − τ + σ²/2)·Φ(−x), z = (s − τ)/σ, x = z + σ, from
- * the table of −ln Φ with `cells` uniform cells, in two steps: where the table is to be read, and what follows. dots = q·k without the scale, x2 = |k − μ|², mean = q·μ with the scale,
- * f the factors as stored. bits and share: B and c of docs/method.md (3).
+ * the table of −ln Φ with `cells` uniform cells, in two steps: where the table is to be read, and what follows.
+ * dots = q·k without the scale, x2 = |k − μ|², mean = q·μ with the scale, f the factors as stored. bits and share: B and
+ * c of docs/method.md (3).
  *
  * Where x > 0 the exponent is (x² − z²)/2, with the x that the table is read at: its end is x = 11, at σ above 4. */
 static INLINE void signature_positions(vf dots, vf x2, vf mean, vf f, const signed_t *head, float scale, int D, int bits,
